@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
+from cotutor.rollout.trajectory import Problem
+
 Message = dict[str, str]  # {"role": "system" | "user" | "assistant", "content": text}
+
+_OPEN, _CLOSE = "<think>", "</think>"
+_PLACEHOLDER = re.compile(r"\{([a-z_]+)\}")
 
 
 @dataclass(frozen=True)
 class PromptSet:
-    """The texts around a question. Placeholders in braces are replaced in one pass, never nested."""
+    """The texts around a question. Placeholders in braces are replaced in one pass, never nested.
+
+    The reprompt is the question, the sections that have something to say, and the closing
+    instruction, with an empty line between them.
+    """
 
     system: str  # the student's system message when the problem has none; "" for no message
     student: str  # {question}
@@ -19,3 +29,126 @@ class PromptSet:
     tutor_system: str
     tutor: str  # anchored feedback: {question} {response}
     tutor_plain: str  # feedback without a concept tag: {question} {response}
+
+
+_TUTOR_QUESTION = """\
+A peer was asked this question:
+
+<question>
+{question}
+</question>
+
+The peer wrote:
+
+<response>
+{response}
+</response>
+
+"""
+
+FULL = PromptSet(
+    system=(
+        "Solve the problem step by step. Then put the final answer alone, without its derivation, "
+        "between <answer> and </answer>."
+    ),
+    student="{question}",
+    demonstration=(
+        "One attempt at this question that was checked and found right:\n\n{demonstration}"
+    ),
+    feedback="Comments of a peer on an earlier attempt at this question:\n\n{feedback}",
+    closing=(
+        "Now solve the question yourself, from the beginning, in your own words and in the "
+        "required format. Do not mention the attempt or the comments above."
+    ),
+    tutor_system=(
+        "You review a peer's work on questions of your field. You help the peer to find out where "
+        "the reasoning holds and where it breaks, and leave the answer to the peer."
+    ),
+    tutor=_TUTOR_QUESTION
+    + (
+        "Begin with the one technical term on which this question turns. Copy it word for word "
+        "from the question, between <concept> and </concept>.\n"
+        "Then write three to five sentences, about 80 words in all. Point to particular steps of "
+        "the response; say which are right, and which are wrong or missing and why. Never state "
+        "the answer: name neither an option's letter nor the final value."
+    ),
+    tutor_plain=_TUTOR_QUESTION
+    + (
+        "Write three to five sentences, about 80 words in all. Point to particular steps of the "
+        "response; say which are right, and which are wrong or missing and why. Never state the "
+        "answer: name neither an option's letter nor the final value."
+    ),
+)
+
+
+def fill(template: str, **values: str) -> str:
+    """Replace `{name}` by `values["name"]`, in one pass: braces in a value stay as they are.
+
+    Raises:
+        KeyError: the template has a placeholder of another name.
+    """
+    return _PLACEHOLDER.sub(lambda match: values[match[1]], template)
+
+
+def strip_thinking(text: str) -> str:
+    """Return the text without its `<think>…</think>` parts and the white space around it.
+
+    A part that is never closed reaches to the end; one that is only closed (the prompt opened it)
+    begins at the start. A text without such parts comes back as it is.
+    """
+    if _OPEN not in text and _CLOSE not in text:
+        return text
+    kept: list[str] = []
+    position = 0
+    while True:
+        start, stop = text.find(_OPEN, position), text.find(_CLOSE, position)
+        if stop >= 0 and (start < 0 or stop < start):
+            kept.clear()
+            position = stop + len(_CLOSE)
+            continue
+        kept.append(text[position : start if start >= 0 else len(text)])
+        if start < 0 or stop < 0:
+            return "".join(kept).strip()
+        position = stop + len(_CLOSE)
+
+
+def student_messages(prompts: PromptSet, problem: Problem) -> list[Message]:
+    """The messages that ask the student; the problem's own system message goes before the set's."""
+    return _messages(
+        problem.system or prompts.system, fill(prompts.student, question=problem.question)
+    )
+
+
+def reprompt_messages(
+    prompts: PromptSet, problem: Problem, demonstration: str = "", feedback: str = ""
+) -> list[Message]:
+    """The messages under which the self-teacher scores a response.
+
+    Without a demonstration and without feedback there is nothing to add: these are the student's.
+    Thinking is removed from the demonstration.
+    """
+    demonstration = strip_thinking(demonstration)
+    parts = [fill(prompts.student, question=problem.question)]
+    if demonstration:
+        parts.append(fill(prompts.demonstration, demonstration=demonstration))
+    if feedback:
+        parts.append(fill(prompts.feedback, feedback=feedback))
+    if len(parts) > 1:
+        parts.append(prompts.closing)
+    return _messages(problem.system or prompts.system, "\n\n".join(parts))
+
+
+def tutor_messages(
+    prompts: PromptSet, problem: Problem, response: str, anchored: bool = True
+) -> list[Message]:
+    """The messages that ask a tutor for feedback on a response, its thinking removed."""
+    template = prompts.tutor if anchored else prompts.tutor_plain
+    response = strip_thinking(response)
+    return _messages(
+        prompts.tutor_system, fill(template, question=problem.question, response=response)
+    )
+
+
+def _messages(system: str, user: str) -> list[Message]:
+    messages = [{"role": "system", "content": system}] if system else []
+    return [*messages, {"role": "user", "content": user}]
