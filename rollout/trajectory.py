@@ -16,7 +16,8 @@ class Problem:
 
     `key` is a function of the content (domain, question, options), so that equal questions from two
     files are one problem. `source` is "file:line", for messages. `facts` names the pieces of
-    knowledge that the question needs (embedded tasks only).
+    knowledge that the question needs (embedded tasks only). `messages` ((role, content) pairs),
+    where given, are shown to the student instead of the question's own prompt.
     """
 
     key: str
@@ -29,6 +30,7 @@ class Problem:
     solution: str = ""
     source: str = ""
     facts: tuple[str, ...] = ()
+    messages: tuple[tuple[str, str], ...] = ()
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,272 @@
+"""A student's weights: sharded training, its teacher, and the ways out to engines and files.
+
+Master weights are float32 shards; compute is bfloat16 on a GPU; gradients are reduced in float32.
+The LM head is applied by the kernels inside the wrapped module's forward, at the trained rows
+only, where FSDP has the head's weight whole.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
+
+from cotutor.rollout.models import load_model
+from cotutor.trainer.config import OptimizerConfig, PolicyConfig, StudentConfig
+from cotutor.trainer.world import World
+
+T = TypeVar("T")
+
+
+class Scorer(nn.Module):
+    """A causal LM as FSDP sees it: trunk, then a function of the hidden states and the LM head."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(
+        self,
+        ids: torch.Tensor,
+        row_index: torch.Tensor,
+        function: Callable[[torch.Tensor, torch.Tensor], T],
+    ) -> T:
+        """ids (B, L) → function(hidden (N, D) at the flattened positions row_index, head (V, D))."""
+        hidden = self.model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state
+        rows = hidden.reshape(-1, hidden.shape[-1]).index_select(0, row_index)
+        return function(rows, self.model.get_output_embeddings().weight)
+
+
+class Policy:
+    """One student: its sharded weights, optimizer and distillation teacher.
+
+    Args:
+        student: where the weights come from.
+        config, optimizer: see `trainer/config.py`.
+        teacher: "ema", "initial" and "trust_region" keep a second sharded copy; "current" uses the
+            student's own weights; None has no teacher.
+        teacher_rate: EMA rate, or trust_region's share of the current model's logits.
+    """
+
+    def __init__(
+        self,
+        student: StudentConfig,
+        config: PolicyConfig,
+        optimizer: OptimizerConfig,
+        world: World,
+        *,
+        teacher: Literal["ema", "current", "initial", "trust_region"] | None,
+        teacher_rate: float,
+        seed: int,
+    ) -> None:
+        self.world = world
+        self.config = config
+        self.teacher_kind = teacher
+        self.teacher_rate = teacher_rate
+        self.max_grad_norm = optimizer.max_grad_norm
+        self.compute_dtype = compute_dtype(config, world.device)
+        self._init_seed = seed if student.random_init else None
+        self.student = self._sharded(student.model, trainable=True)
+        keeps_copy = teacher in ("ema", "initial", "trust_region")
+        self.teacher = self._sharded(student.model, trainable=False) if keeps_copy else None
+        self.trainable = [p for p in self.student.parameters() if p.requires_grad]
+        self.optimizer = torch.optim.AdamW(
+            self.trainable,
+            lr=0.0,
+            betas=(optimizer.beta1, optimizer.beta2),
+            eps=optimizer.eps,
+            weight_decay=optimizer.weight_decay,
+        )
+
+    def _sharded(self, model_path: str, *, trainable: bool) -> Scorer:
+        model = load_model(model_path, dtype=torch.float32, random_init_seed=self._init_seed)
+        if self.config.lora_rank:
+            _add_lora(model, self.config)
+        if not trainable:
+            model.requires_grad_(False)
+        elif self.config.activation_checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.train(trainable)
+        precision = MixedPrecisionPolicy(
+            param_dtype=None if self.compute_dtype == torch.float32 else self.compute_dtype,
+            reduce_dtype=torch.float32,
+        )
+        scorer = Scorer(model)
+        for layer in model.get_decoder().layers:
+            fully_shard(layer, mesh=self.world.mesh, mp_policy=precision)
+        # Embedding and head stay together in the root group, tied or not. The root's weights stay
+        # whole after a forward, so that the kernels can use the teacher's head in the student's.
+        fully_shard(scorer, mesh=self.world.mesh, mp_policy=precision, reshard_after_forward=False)
+        return scorer
+
+    # --- forward and step -----------------------------------------------------------------------
+
+    def score(
+        self,
+        ids: torch.Tensor,
+        row_index: torch.Tensor,
+        function: Callable[[torch.Tensor, torch.Tensor], T],
+    ) -> T:
+        """Run `function(hidden, head_weight)` inside the student's forward, with gradients."""
+        return self.student(ids, row_index, function)
+
+    @torch.no_grad()
+    def teach(self, ids: torch.Tensor, row_index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The teacher's hidden states (N, D) and head (V, D); valid until `end_of_step`."""
+
+        def both(hidden: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            return hidden, weight.detach()
+
+        if self.teacher is None:
+            return self.student(ids, row_index, both)
+        hidden, weight = self.teacher(ids, row_index, both)
+        if self.teacher_kind != "trust_region":
+            return hidden, weight
+        # (1 − r) W₀h₀ + r W h as one product: the concatenated hidden states and heads.
+        r = self.teacher_rate
+        current_hidden, current_weight = self.student(ids, row_index, both)
+        return (
+            torch.cat([(1 - r) * hidden, r * current_hidden], dim=1),
+            torch.cat([weight, current_weight], dim=1),
+        )
+
+    def step(self, lr: float) -> tuple[float, bool]:
+        """Clip, AdamW, EMA, zero the gradients; returns (gradient norm before clipping, skipped).
+
+        A non-finite norm skips weights and EMA alike; the norm is global, so all ranks agree.
+        """
+        norm = torch.nn.utils.clip_grad_norm_(self.trainable, self.max_grad_norm)
+        value = float(norm.full_tensor() if isinstance(norm, DTensor) else norm)
+        skipped = not torch.isfinite(torch.tensor(value)).item()
+        if not skipped:
+            for group in self.optimizer.param_groups:
+                group["lr"] = lr
+            self.optimizer.step()
+        self.end_of_step()
+        if not skipped and self.teacher_kind == "ema":
+            self._move_teacher(self.teacher_rate)
+        return value, skipped
+
+    def end_of_step(self) -> None:
+        """Drop gradients and the gathered root weights."""
+        self.optimizer.zero_grad(set_to_none=True)
+        self.student.reshard()  # type: ignore[operator]
+        if self.teacher is not None:
+            self.teacher.reshard()  # type: ignore[operator]
+
+    @torch.no_grad()
+    def _move_teacher(self, rate: float) -> None:
+        """θ_T ← (1 − rate) θ_T + rate θ_S on this rank's float32 shards; rate 1 copies exactly."""
+        assert self.teacher is not None
+        targets = [_local(p) for p in self.teacher.parameters()]
+        sources = [_local(p) for p in self.student.parameters()]
+        if rate == 1:
+            torch._foreach_copy_(targets, sources)
+        else:
+            torch._foreach_lerp_(targets, sources, rate)
+
+    def restart_teacher(self) -> None:
+        """Begin a phase: an EMA teacher starts from the student's weights (the others don't move)."""
+        if self.teacher_kind == "ema":
+            self._move_teacher(1.0)
+
+    # --- ways out -------------------------------------------------------------------------------
+
+    def full_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Stream (Hugging Face name, whole tensor in the compute dtype), LoRA merged; collective."""
+        state = self.student.model.state_dict()
+        for name, parameter in state.items():
+            if ".lora_" in name:
+                continue
+            value = _full(parameter)
+            if ".base_layer." in name:
+                prefix = name.split(".base_layer.")[0]
+                a = _full(state[f"{prefix}.lora_A.default.weight"])
+                b = _full(state[f"{prefix}.lora_B.default.weight"])
+                value = value + (b @ a) * (self.config.lora_alpha / self.config.lora_rank)
+                name = name.replace(".base_layer.", ".")
+            yield name, value.to(self.compute_dtype)
+
+    def export(self, folder: Path, tokenizer: Any) -> None:
+        """Write a Hugging Face model folder, complete or not at all; collective."""
+        tensors = {}
+        for name, value in self.full_tensors():
+            if self.world.main:
+                tensors[name] = value.cpu()
+        if self.world.main:
+            temporary = folder.with_name(folder.name + ".tmp")
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir(parents=True)
+            self.student.model.save_pretrained(temporary, state_dict=tensors)
+            tokenizer.save_pretrained(temporary)
+            _set_dtype(temporary / "config.json", self.compute_dtype)
+            shutil.rmtree(folder, ignore_errors=True)
+            temporary.rename(folder)
+        self.world.barrier()
+
+    def save(self, folder: Path) -> None:
+        """Write the sharded state (weights, optimizer, teacher) into `folder`; collective."""
+        dcp.save(self._state(), checkpoint_id=str(folder))
+
+    def load(self, folder: Path) -> None:
+        """Read what `save` wrote; collective."""
+        state = self._state()
+        dcp.load(state, checkpoint_id=str(folder))
+        set_optimizer_state_dict(self.student, self.optimizer, optim_state_dict=state["optimizer"])
+
+    def _state(self) -> dict[str, Any]:
+        state: dict[str, Any] = {
+            "student": self.student.state_dict(),
+            "optimizer": get_optimizer_state_dict(self.student, self.optimizer),
+        }
+        if self.teacher is not None:
+            state["teacher"] = self.teacher.state_dict()
+        return state
+
+
+def compute_dtype(config: PolicyConfig, device: torch.device) -> torch.dtype:
+    """The dtype of forward and backward: float32 on the CPU, bfloat16 on a GPU, unless set."""
+    if config.compute_dtype == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.compute_dtype]
+
+
+def _add_lora(model: Any, config: PolicyConfig) -> None:
+    from peft import LoraConfig, inject_adapter_in_model
+
+    head = next(n for n, m in model.named_modules() if m is model.get_output_embeddings())
+    inject_adapter_in_model(
+        LoraConfig(
+            r=config.lora_rank,
+            lora_alpha=int(config.lora_alpha),
+            target_modules="all-linear",
+            exclude_modules=[head],
+        ),
+        model,
+    )
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(".lora_" in name)
+
+
+def _local(parameter: torch.Tensor) -> torch.Tensor:
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def _full(parameter: torch.Tensor) -> torch.Tensor:
+    return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter.detach()
+
+
+def _set_dtype(path: Path, dtype: torch.dtype) -> None:
+    """save_pretrained writes the master dtype; engines should load what the file holds."""
+    config = json.loads(path.read_text(encoding="utf-8"))
+    config["dtype"] = str(dtype).removeprefix("torch.")
+    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")

@@ -1,0 +1,68 @@
+"""The ranks of a run: who am I, how many are we, and the few things that ranks tell each other."""
+
+from __future__ import annotations
+
+import datetime
+import os
+from collections import Counter
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+T = TypeVar("T")
+
+
+class World:
+    """Process group, device and mesh. Started by torchrun, or alone when its variables are unset.
+
+    Tensors go over NCCL on GPUs and gloo on CPUs; Python objects always over gloo.
+    """
+
+    def __init__(self, timeout_s: float = 600.0) -> None:
+        self.rank = int(os.environ.get("RANK", 0))
+        self.size = int(os.environ.get("WORLD_SIZE", 1))
+        cuda = torch.cuda.is_available()
+        local_rank = int(os.environ.get("LOCAL_RANK", 0))
+        self.device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
+        if cuda:
+            torch.cuda.set_device(self.device)
+        timeout = datetime.timedelta(seconds=timeout_s)
+        backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+        if "RANK" in os.environ:
+            dist.init_process_group(backend, timeout=timeout)
+        else:
+            store = dist.HashStore()
+            dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
+        self.mesh: DeviceMesh = init_device_mesh(self.device.type, (self.size,))
+        self._objects = dist.new_group(backend="gloo", timeout=timeout) if self.size > 1 else None
+
+    @property
+    def main(self) -> bool:
+        """True on the one rank that writes and prints."""
+        return self.rank == 0
+
+    def gather(self, value: T) -> list[T]:
+        """Every rank's `value`, in rank order, on every rank."""
+        if self.size == 1:
+            return [value]
+        out: list[Any] = [None] * self.size
+        dist.all_gather_object(out, value, group=self._objects)
+        return out
+
+    def sum(self, values: Mapping[str, float]) -> dict[str, float]:
+        """Add up per-rank counts by name, in rank order (the same bits every time)."""
+        total: Counter[str] = Counter()
+        for part in self.gather(dict(values)):
+            for name, value in part.items():
+                total[name] += value  # type: ignore[assignment]
+        return dict(total)
+
+    def barrier(self) -> None:
+        if self.size > 1:
+            dist.barrier(group=self._objects)
+
+    def close(self) -> None:
+        dist.destroy_process_group()
