@@ -1,0 +1,146 @@
+"""From problems to judged rollouts: prompts, sampling, verification, feedback requests."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from cotutor.rollout.engine import Engine, Sampling, request_seed
+from cotutor.rollout.prompts import student_messages, tutor_messages
+from cotutor.rollout.trajectory import Problem, Trajectory
+from cotutor.rollout.verifiers import VerifierPool
+from cotutor.trainer.config import RolloutConfig
+from cotutor.trainer.students import Student
+
+
+def prompt_ids(student: Student, problem: Problem) -> list[int]:
+    """The prompt of a problem as this student reads it, ready for its answer."""
+    if problem.messages:
+        messages = [{"role": role, "content": content} for role, content in problem.messages]
+    else:
+        messages = student_messages(student.prompts, problem)
+    return student.chat.prompt(messages)
+
+
+def sample_groups(
+    engine: Engine,
+    student: Student,
+    problems: Sequence[Problem],
+    samples: int,
+    sampling: Sampling,
+    seed_parts: tuple[object, ...],
+) -> list[list[Trajectory]]:
+    """`samples` rollouts of each problem. Request seeds depend on (seed_parts, problem, sample)."""
+    starts = [prompt_ids(student, problem) for problem in problems]
+    groups = [
+        [Trajectory.start(problem, n, start) for n in range(samples)]
+        for problem, start in zip(problems, starts, strict=True)
+    ]
+    rollouts = [rollout for group in groups for rollout in group]
+    completions = engine.generate(
+        [rollout.ids for rollout in rollouts],
+        sampling,
+        [request_seed(*seed_parts, r.problem.key, r.sample) for r in rollouts],
+    )
+    for rollout, completion in zip(rollouts, completions, strict=True):
+        rollout.append("student", completion.ids, completion.logprobs)
+        rollout.finish_reason = completion.finish_reason
+        rollout.text = student.chat.decode(completion.ids)
+    return groups
+
+
+def judge(groups: Sequence[Sequence[Trajectory]], pool: VerifierPool) -> None:
+    """Put reward, extracted answer and status on every rollout; a truncated one is worth 0."""
+    rollouts = [rollout for group in groups for rollout in group]
+    finished = [r for r in rollouts if r.finish_reason == "stop"]
+    verdicts = pool.verify_many(
+        [(r.problem.kind, r.problem.gold, r.text, r.problem.options) for r in finished]
+    )
+    for rollout in rollouts:
+        rollout.reward, rollout.status = 0.0, "truncated"
+    for rollout, verdict in zip(finished, verdicts, strict=True):
+        rollout.reward = float(verdict.correct)
+        rollout.extracted = verdict.extracted
+        rollout.status = verdict.status
+
+
+def given_solutions(student: Student, problems: Sequence[Problem]) -> list[list[Trajectory]]:
+    """Trajectories whose response is the problem's worked solution; groups of one."""
+    groups = []
+    for problem in problems:
+        trajectory = Trajectory.start(problem, 0, prompt_ids(student, problem))
+        trajectory.append("student", student.chat.response(problem.solution))
+        trajectory.text = problem.solution
+        trajectory.reward = 1.0
+        groups.append([trajectory])
+    return groups
+
+
+def ask_tutor(
+    engine: Engine,
+    tutor: Student,
+    requests: Sequence[tuple[Problem, str, int]],
+    config: RolloutConfig,
+    *,
+    anchored: bool,
+) -> list[str]:
+    """The tutor's raw words on (problem, response, seed) triples; "" where nothing can be asked.
+
+    A request that doesn't fit into the reprompt budget isn't cut: it is answered with "" (counted
+    as `fb_none` by the caller).
+    """
+    prompts = [
+        tutor.chat.prompt(tutor_messages(tutor.prompts, problem, response, anchored))
+        for problem, response, _ in requests
+    ]
+    fitting = [n for n, prompt in enumerate(prompts) if len(prompt) <= config.max_reprompt_tokens]
+    completions = engine.generate(
+        [prompts[n] for n in fitting],
+        Sampling(config.temperature, config.top_p, config.max_feedback_tokens),
+        [requests[n][2] for n in fitting],
+    )
+    texts = [""] * len(requests)
+    for n, completion in zip(fitting, completions, strict=True):
+        texts[n] = tutor.chat.decode(completion.ids)
+    return texts
+
+
+def record(trajectory: Trajectory, student: Student, step: int) -> dict[str, Any]:
+    """A rollout as one line of rollouts/step_NNNNNN.jsonl."""
+    decode = student.tokenizer.decode
+    turn_ids = trajectory.turn_ids()
+    feedback = trajectory.feedback
+    return {
+        "step": step,
+        "student": student.name,
+        "problem": trajectory.problem.key,
+        "domain": trajectory.problem.domain,
+        "sample": trajectory.sample,
+        "gold": trajectory.problem.gold,
+        "turns": [
+            {
+                "role": turn.role,
+                "text": decode(trajectory.ids[turn.start : turn.stop]),
+                "tokens": [turn.start, turn.stop],
+                "trained": turn.stop > turn.start and turn_ids[turn.start] >= 0,
+            }
+            for turn in trajectory.turns
+        ],
+        "reward": trajectory.reward,
+        "extracted": trajectory.extracted,
+        "status": trajectory.status,
+        "finish_reason": trajectory.finish_reason,
+        "advantage": trajectory.advantage,
+        "feedback": None
+        if feedback is None
+        else {
+            "tutor": feedback.tutor,
+            "outcome": feedback.outcome,
+            "revealed": feedback.revealed,
+            "raw": feedback.raw,
+            "text": feedback.text,
+        },
+        "teacher_prompt": None
+        if trajectory.teacher_prompt_ids is None
+        else decode(trajectory.teacher_prompt_ids),
+    }

@@ -1,0 +1,565 @@
+"""The run, from top to bottom: rounds, phases, steps. Knows no algorithm by name.
+
+A step: sample rollouts ▸ judge ▸ annotate (contexts, advantages, feedback) ▸ micro-batches ▸ loss ▸
+backward ▸ clip, AdamW, EMA ▸ hand the weights to the engine. Everything random is a function of
+(seed, step, problem, sample), so a run that was killed and resumed gives the same bits.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+
+from cotutor.rollout.chat import fit_reprompt
+from cotutor.rollout.engine import Engine, Sampling, request_seed
+from cotutor.rollout.trajectory import Problem, Trajectory
+from cotutor.rollout.verifiers import VerifierPool
+from cotutor.trainer.algos.base import Algorithm, Heads, LossSums, Phase, StepContext, Tutor
+from cotutor.trainer.batch import empty_micro_batch, make_micro_batch, plan_micro_batches
+from cotutor.trainer.collect import (
+    ask_tutor,
+    given_solutions,
+    judge,
+    prompt_ids,
+    record,
+    sample_groups,
+)
+from cotutor.trainer.config import Config, ConfigError
+from cotutor.trainer.evaluation import accuracy, evaluate
+from cotutor.trainer.policy import Policy
+from cotutor.trainer.problem_sets import ProblemSets, Sampler, curriculum_problems
+from cotutor.trainer.progress import Progress
+from cotutor.trainer.run_folder import RunFolder
+from cotutor.trainer.students import Student, release
+from cotutor.trainer.world import World
+
+_CANARY_THRESHOLD = {torch.float32: 1e-3, torch.bfloat16: 5e-2}
+
+
+class Stopped(Exception):
+    """The run was asked to stop; it has saved a checkpoint and can be resumed."""
+
+
+@dataclass
+class RunState:
+    """All that a resumed run must know besides the sharded weights. Paths are relative to the run."""
+
+    step: int = 0  # optimizer steps of all students so far
+    phase: int = 0  # index into the schedule
+    step_in_phase: int = 0
+    exports: dict[str, list[str]] = field(default_factory=dict)  # model folders, the first initial
+    policies: dict[str, str] = field(default_factory=dict)  # student → its newest sharded state
+    gate: list[dict[str, Any]] = field(default_factory=list)  # one record a round
+    feedback: dict[str, float] = field(default_factory=dict)
+    start: dict[str, Any] = field(default_factory=dict)  # test scores by student
+    wall_time_s: float = 0.0
+
+
+class Run:
+    """One algorithm's training of all students.
+
+    Args:
+        config: the resolved configuration; `config.algo` is the algorithm of this run.
+        start_scores: test scores of the initial students, when another run has measured them.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        algorithm: Algorithm,
+        students: Sequence[Student],
+        problems: ProblemSets,
+        world: World,
+        folder: RunFolder,
+        start_scores: dict[str, Any] | None = None,
+    ) -> None:
+        self.config = config
+        self.algorithm = algorithm
+        self.students = list(students)
+        self.problems = problems
+        self.world = world
+        self.folder = folder
+        self.state = RunState(
+            exports={s.name: [s.config.model] for s in students}, start=start_scores or {}
+        )
+        self.pool = VerifierPool(config.rollout.verifier_workers, config.rollout.verifier_timeout_s)
+        self.left_out: dict[str, int] = {}  # training problems whose prompt is too long, by student
+        self.samplers = {s.name: self._sampler(s) for s in students}
+        n_problems = max(s.n_problems for s in self.samplers.values())
+        self.schedule = algorithm.schedule(len(students), n_problems, config.steps)
+        self.progress = Progress(sum(p.steps for p in self.schedule), world.main)
+        self._stop_requested = False
+        self._started = time.monotonic()
+
+    # --- the run --------------------------------------------------------------------------------
+
+    def train(self) -> dict[str, Any]:
+        """Run all phases that are left; returns the test scores at start and end by student."""
+        if self.state.step == 0:
+            notes = {"kind": "data", "step": 0, "prompts_too_long": self.left_out}
+            self.folder.log({**notes, **self.problems.notes})
+        with self.pool, self._signals():
+            if not self.state.start and self.algorithm.on_policy:
+                self.state.start = self._evaluate_all("test")
+            while self.state.phase < len(self.schedule):
+                phase = self.schedule[self.state.phase]
+                if self.algorithm.feedback and len(self.state.gate) < phase.round:
+                    self._open_gate(phase.round)
+                self._run_phase(phase)
+            end = self._evaluate_all("test") if self.algorithm.on_policy else {}
+        self.progress.close()
+        self.state.wall_time_s += time.monotonic() - self._started
+        return {"start": self.state.start, "end": end}
+
+    def _run_phase(self, phase: Phase) -> None:
+        student = self.students[phase.student]
+        policy = self._policy(student, fresh=self.state.step_in_phase == 0)
+        engine = self._student_engine(student, policy)
+        tutors, tutor_engines = self._tutors(phase)
+        sampler, total_steps, done_before = self._student_schedule(phase)
+        try:
+            while self.state.step_in_phase < phase.steps:
+                own_step = done_before + self.state.step_in_phase
+                lr = self.algorithm.learning_rate(own_step, total_steps)
+                problems = sampler.step(own_step)
+                self._step(phase, student, policy, engine, tutors, problems, lr)
+                self._after_step(phase, student, policy)
+        finally:
+            for each in [*tutor_engines, *([engine] if engine else [])]:
+                release(each)
+
+    def _step(
+        self,
+        phase: Phase,
+        student: Student,
+        policy: Policy,
+        engine: Engine | None,
+        tutors: Sequence[Tutor],
+        problems: Sequence[Problem],
+        lr: float,
+    ) -> None:
+        seconds: dict[str, float] = defaultdict(float)
+        mine = problems[self.world.rank :: self.world.size]
+        with _timed(seconds, "generate"):
+            groups = self._rollouts(student, engine, mine)
+        with _timed(seconds, "verify"):
+            if engine is not None:
+                judge(groups, self.pool)
+        rollouts = [rollout for group in groups for rollout in group]
+        cut: dict[str, float] = defaultdict(float)
+        context = self._step_context(student, tutors, seconds, cut)
+        with _timed(seconds, "annotate"):
+            counts = self.algorithm.annotate(groups, context)
+        seconds["annotate"] -= seconds["feedback"]
+        with _timed(seconds, "train"):
+            losses, grad_norm, skipped = self._update(policy, rollouts, lr)
+        with _timed(seconds, "handover"):
+            if engine is not None:
+                engine.load_weights(policy.full_tensors())
+        totals = self.world.sum(
+            {**counts, **{f"cut/{k}": v for k, v in cut.items()}, **_rollout_counts(rollouts)}
+        )
+        for name, value in totals.items():
+            if name.startswith("feedback/"):
+                self.state.feedback[name] = self.state.feedback.get(name, 0.0) + value
+        line = {
+            "kind": "step",
+            "step": self.state.step,
+            "round": phase.round,
+            "phase": self.state.phase,
+            "student": student.name,
+            "reward": totals["reward"] / max(1.0, totals["rollouts"]),
+            "lr": lr,
+            "grad_norm": grad_norm,
+            "skipped": skipped,
+            **losses,
+            **totals,
+            **{f"seconds/{k}": round(v, 4) for k, v in seconds.items()},
+        }
+        self.folder.log(line)
+        self._write_rollouts(student, rollouts)
+        self.progress.step(line)
+
+    # --- what a step is made of -----------------------------------------------------------------
+
+    def _rollouts(
+        self, student: Student, engine: Engine | None, problems: Sequence[Problem]
+    ) -> list[list[Trajectory]]:
+        if engine is None:
+            return given_solutions(student, problems)
+        r = self.config.rollout
+        return sample_groups(
+            engine,
+            student,
+            problems,
+            r.samples_per_question,
+            Sampling(r.temperature, r.top_p, r.max_response_tokens),
+            (self.config.seed, self.state.step, "rollout"),
+        )
+
+    def _step_context(
+        self,
+        student: Student,
+        tutors: Sequence[Tutor],
+        seconds: dict[str, float],
+        cut: dict[str, float],
+    ) -> StepContext:
+        limit = self.config.rollout.max_reprompt_tokens
+
+        def reprompt(problem: Problem, demonstration: str, feedback: str) -> list[int]:
+            ids, removed = fit_reprompt(
+                student.chat, student.prompts, problem, demonstration, feedback, limit
+            )
+            for name, tokens in removed.items():
+                cut[f"{name}_tokens"] += tokens
+                cut[name] += tokens > 0
+            return ids
+
+        def timed(write: Callable[..., list[str]]) -> Callable[..., list[str]]:
+            def call(requests: Sequence[tuple[Any, str, int]]) -> list[str]:
+                with _timed(seconds, "feedback"):
+                    return write(requests)
+
+            return call
+
+        return StepContext(
+            step=self.state.step,
+            tutors=[Tutor(t.name, t.cognizant, t.best_domains, timed(t.write)) for t in tutors],
+            reprompt=reprompt,
+            seed=lambda *key: request_seed(self.config.seed, self.state.step, *key),
+        )
+
+    def _update(
+        self, policy: Policy, rollouts: Sequence[Trajectory], lr: float
+    ) -> tuple[dict[str, float], float, bool]:
+        """Loss and gradients over all micro-batches of all ranks, then one optimizer step."""
+        sums, has_signal = accumulate_gradients(
+            policy, self.algorithm, rollouts, self.config, self.world
+        )
+        metrics = _loss_metrics(sums)
+        if self.algorithm.on_policy and has_signal:
+            self._canary(policy, metrics)
+        if not has_signal:
+            policy.end_of_step()
+            return metrics, 0.0, True
+        grad_norm, skipped = policy.step(lr)
+        return metrics, grad_norm, skipped
+
+    def _canary(self, policy: Policy, metrics: dict[str, float]) -> None:
+        """The engine's log-probs of this step's rollouts must be the trainer's own."""
+        threshold = self.config.policy.canary_max_mean_diff or _CANARY_THRESHOLD[policy.compute_dtype]
+        difference = metrics.get("canary_mean_abs_diff", 0.0)
+        if not difference <= threshold:
+            raise RuntimeError(
+                f"canary: engine and trainer disagree on step {self.state.step}'s rollouts: mean"
+                f" |Δ log-prob| {difference:.3g} is above {threshold:.3g}"
+                " (--policy.canary-max-mean-diff); the engine's weights are stale or broken"
+            )
+
+    def _after_step(self, phase: Phase, student: Student, policy: Policy) -> None:
+        self.state.step += 1
+        self.state.step_in_phase += 1
+        stop = any(self.world.gather(self._stop_requested))
+        if self.state.step_in_phase == phase.steps:
+            export = f"models/{student.name}/round_{phase.round}"
+            policy.export(self.folder.path / export, student.tokenizer)
+            self.state.exports[student.name].append(export)
+            self.state.phase += 1
+            self.state.step_in_phase = 0
+            self._checkpoint(student, policy)
+        elif stop or self.state.step_in_phase % self.config.checkpoint.every_steps == 0:
+            self._checkpoint(student, policy)
+        if stop and self.state.phase < len(self.schedule):
+            raise Stopped(
+                f"stopped after step {self.state.step}; --resume auto with the same --out goes on"
+            )
+
+    # --- rounds, tutors, engines ----------------------------------------------------------------
+
+    def _open_gate(self, round_number: int) -> None:
+        """Score every student on the validation problems and decide who may tutor this round."""
+        raw = self._evaluate_all("validation")
+        scores = {
+            name: {d: accuracy(s).mean for d, s in by_domain.items()}
+            for name, by_domain in raw.items()
+        }
+        gate = self.algorithm.gate(scores)  # type: ignore[attr-defined]
+        entry = {
+            "kind": "gate",
+            "step": self.state.step,
+            "round": round_number,
+            "scores": scores,
+            "deltas": {name: g[0] for name, g in gate.items()},
+            "cognizant": {name: g[1] for name, g in gate.items()},
+            "best_domains": {name: sorted(g[2]) for name, g in gate.items()},
+        }
+        self.state.gate.append(entry)
+        self.folder.log(entry)
+        self.progress.gate(entry)
+
+    def _tutors(self, phase: Phase) -> tuple[list[Tutor], list[Engine]]:
+        """The frozen peers of this phase's student, each with an engine of its own."""
+        if not self.algorithm.feedback:
+            return [], []
+        gate = self.state.gate[-1]
+        tutors, engines = [], []
+        for peer in self.students:
+            if peer is self.students[phase.student]:
+                continue
+            exports = self.state.exports[peer.name]
+            snapshot = self.algorithm.config.tutor_snapshot
+            path = exports[phase.round - 1] if snapshot == "round_start" else exports[-1]
+            engine = peer.start_engine(self._resolve(path), self.config, self.world)
+            engines.append(engine)
+            tutors.append(
+                Tutor(
+                    peer.name,
+                    gate["cognizant"][peer.name],
+                    frozenset(gate["best_domains"][peer.name]),
+                    _writer(engine, peer, self.config, self.algorithm.config.feedback == "anchored"),
+                )
+            )
+        return tutors, engines
+
+    def _student_engine(self, student: Student, policy: Policy) -> Engine | None:
+        if not self.algorithm.on_policy:
+            return None
+        engine = student.start_engine(student.config.model, self.config, self.world)
+        engine.load_weights(policy.full_tensors())
+        return engine
+
+    def _student_schedule(self, phase: Phase) -> tuple[Sampler, int, int]:
+        """The student's sampler, its steps over the whole run, and those of its earlier phases."""
+        own = [(n, p.steps) for n, p in enumerate(self.schedule) if p.student == phase.student]
+        total = sum(steps for _, steps in own)
+        before = sum(steps for n, steps in own if n < self.state.phase)
+        return self.samplers[self.students[phase.student].name], total, before
+
+    def _sampler(self, student: Student) -> Sampler:
+        """The student's training problems; prompts over the limit are left out and counted."""
+        if self.config.data.source == "curriculum":
+            held_out = [*self.problems.test.values(), *self.problems.validation.values()]
+            questions = frozenset(p.question for domain in held_out for p in domain)
+            sets = {"curriculum": curriculum_problems(self.config, student.name, questions)}
+        else:
+            sets = dict(self.problems.train)
+        limit = self.config.rollout.max_prompt_tokens
+        kept = {}
+        self.left_out[student.name] = 0
+        for domain, problems in sets.items():
+            kept[domain] = [p for p in problems if len(prompt_ids(student, p)) <= limit]
+            self.left_out[student.name] += len(problems) - len(kept[domain])
+            if not kept[domain]:
+                raise ConfigError(
+                    f"--rollout.max-prompt-tokens {limit}: no prompt of {domain} is that short"
+                    f" for {student.name}; raise the limit"
+                )
+        per_step = (
+            self.config.rollout.questions_per_step
+            if self.algorithm.on_policy
+            else self.algorithm.config.batch_size
+        )
+        return Sampler(kept, per_step, self.config.seed)
+
+    def _evaluate_all(self, which: str) -> dict[str, Any]:
+        """Scores of every student's newest weights: {student: {domain: {problem key: share}}}."""
+        e = self.config.evaluation
+        problems = self.problems.test if which == "test" else self.problems.validation
+        samples = e.samples if which == "test" else e.validation_samples
+        scores = {}
+        for student in self.students:
+            path = self._resolve(self.state.exports[student.name][-1])
+            engine = student.start_engine(path, self.config, self.world)
+            scores[student.name] = evaluate(
+                engine, student, problems, samples, self.config, self.world, self.pool, which
+            )
+            release(engine)
+            means = {d: asdict(accuracy(s)) for d, s in scores[student.name].items()}
+            line = {"kind": "evaluation", "step": self.state.step, "set": which}
+            self.folder.log({**line, "student": student.name, "accuracy": means})
+            self.progress.evaluation(student.name, which, means)
+        return scores
+
+    def _resolve(self, path: str) -> str:
+        """Exports are stored relative to the run folder; initial models are named by the user."""
+        inside = self.folder.path / path
+        return str(inside) if path.startswith("models/") and inside.is_dir() else path
+
+    # --- checkpoints ----------------------------------------------------------------------------
+
+    def _policy(self, student: Student, *, fresh: bool) -> Policy:
+        policy = Policy(
+            student.config,
+            self.config.policy,
+            self.config.optimizer,
+            self.world,
+            teacher=self.algorithm.teacher,
+            teacher_rate=self.algorithm.teacher_rate,
+            seed=self.config.seed,
+        )
+        saved = self.state.policies.get(student.name)
+        if saved:
+            policy.load(self.folder.path / saved)
+        if fresh:
+            policy.restart_teacher()
+        return policy
+
+    def _checkpoint(self, student: Student, policy: Policy) -> None:
+        step = self.state.step
+        temporary = self.folder.checkpoint_dir(step)
+        self.world.barrier()
+        policy.save(temporary / student.name)
+        self.world.barrier()
+        self.state.policies[student.name] = f"checkpoints/step_{step:06d}/{student.name}"
+        now = time.monotonic()
+        self.state.wall_time_s += now - self._started
+        self._started = now
+        self.folder.commit_checkpoint(step, asdict(self.state))
+        self.folder.prune(
+            self.config.checkpoint.keep, {Path(p).parts[1] for p in self.state.policies.values()}
+        )
+        self.world.barrier()
+
+    def resume(self) -> bool:
+        """Go back to the newest complete checkpoint; False if there is none. Collective."""
+        found = self.folder.latest_checkpoint() if self.world.main else None
+        state = self.world.gather(found[1] if found else None)[0]
+        if state is None:
+            return False
+        self.state = RunState(**state)
+        self.folder.rewind(self.state.step)
+        self.progress.resume(self.state.step)
+        return True
+
+    @contextmanager
+    def _signals(self) -> Iterator[None]:
+        """First SIGINT or SIGTERM: finish the step, save, stop. A later one ends at once."""
+        first: list[float] = []
+
+        def handle(number: int, frame: FrameType | None) -> None:
+            # torchrun and a terminal may both deliver the same Ctrl-C: within a second it is one.
+            if first and time.monotonic() - first[0] > 1.0:
+                raise SystemExit(128 + number)
+            first.append(time.monotonic())
+            self._stop_requested = True
+
+        old = {s: signal.signal(s, handle) for s in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for s, previous in old.items():
+                signal.signal(s, previous)
+
+    def _write_rollouts(self, student: Student, rollouts: Sequence[Trajectory]) -> None:
+        step = self.state.step
+        parts = self.world.gather([record(r, student, step) for r in rollouts])
+        self.folder.rollouts(step, [line for part in parts for line in part])
+
+
+def accumulate_gradients(
+    policy: Policy,
+    algorithm: Algorithm,
+    rollouts: Sequence[Trajectory],
+    config: Config,
+    world: World,
+) -> tuple[dict[str, float], bool]:
+    """Add the gradient of the step's loss to the policy, over all micro-batches of all ranks.
+
+    The denominator counts every rollout (or token) of every rank before the first micro-batch, so
+    that neither their number nor their cut changes the gradient. All ranks run equally many.
+    Returns metric sums over all ranks, and False if no token of any rank is trained.
+    """
+    weights = [algorithm.row_weights(r) for r in rollouts]
+    tokens = sum(len(r.response_ids()) for r in rollouts)
+    counts = world.sum({"sequences": len(rollouts), "tokens": tokens})
+    denominator = max(1.0, counts[algorithm.denominator])
+    plan = plan_micro_batches(rollouts, weights, config.policy.micro_batch_tokens)
+    n_micro_batches = max(world.gather(len(plan)))
+    has_teacher = algorithm.teacher is not None
+    temperature = config.rollout.temperature if algorithm.on_policy else 1.0
+    chunk_rows = config.policy.logits_chunk_rows or None
+    # FSDP averages gradients over the ranks; the loss is a sum over them.
+    scale = world.size / denominator
+    sums: dict[str, torch.Tensor] = {}
+    for n in range(n_micro_batches):
+        if n < len(plan):
+            members = [rollouts[i] for i in plan[n]]
+            batch = make_micro_batch(members, algorithm.row_weights, temperature, world.device)
+        else:
+            batch = empty_micro_batch(has_teacher, temperature, world.device)
+        teacher_hidden = teacher_weight = None
+        if batch.teacher_ids is not None and batch.teacher_row_index is not None:
+            teacher_hidden, teacher_weight = policy.teach(batch.teacher_ids, batch.teacher_row_index)
+
+        def loss(
+            hidden: torch.Tensor,
+            weight: torch.Tensor,
+            batch: Any = batch,
+            teacher: Any = (teacher_hidden, teacher_weight),
+        ) -> LossSums:
+            sums = algorithm.loss(Heads(hidden, weight, *teacher, chunk_rows), batch.rows)
+            return LossSums(sums.loss * scale, {**sums.sums, "loss": sums.loss.detach() / denominator})
+
+        result = policy.score(batch.ids, batch.row_index, loss)
+        result.loss.backward()
+        for name, value in result.sums.items():
+            sums[name] = sums.get(name, torch.zeros((), device=world.device)) + value
+    local = {name: float(value) for name, value in sums.items()}
+    return world.sum(local), n_micro_batches > 0
+
+
+def _loss_metrics(sums: dict[str, float]) -> dict[str, float]:
+    """Means of the summed metrics over the tokens they were summed over."""
+    sampled = max(1.0, sums.get("sampled_rows", 0.0))
+    taught = max(1.0, sums.get("rows_with_teacher", 0.0))
+    metrics = {"loss": sums.get("loss", 0.0)}
+    for name, denominator, label in (
+        ("abs_logprob_diff", sampled, "canary_mean_abs_diff"),
+        ("k3", sampled, "canary_k3"),
+        ("entropy", sampled, "entropy"),
+        ("jsd", taught, "jsd"),
+        ("student_topk_mass", taught, "student_topk_mass"),
+        ("teacher_topk_mass", taught, "teacher_topk_mass"),
+    ):
+        if name in sums:
+            metrics[label] = sums[name] / denominator
+    return metrics
+
+
+def _rollout_counts(rollouts: Sequence[Trajectory]) -> dict[str, float]:
+    return {
+        "rollouts": len(rollouts),
+        "reward": sum(r.reward for r in rollouts),
+        "truncated": sum(r.finish_reason == "length" for r in rollouts),
+        "no_answer": sum(r.status == "no_answer" for r in rollouts),
+        "timed_out": sum(r.status == "timed_out" for r in rollouts),
+        "response_tokens": sum(len(r.response_ids()) for r in rollouts),
+        "prompt_tokens": sum(r.turns[0].stop for r in rollouts),
+    }
+
+
+def _writer(
+    engine: Engine, tutor: Student, config: Config, anchored: bool
+) -> Callable[[Sequence[tuple[Any, str, int]]], list[str]]:
+    def write(requests: Sequence[tuple[Any, str, int]]) -> list[str]:
+        return ask_tutor(engine, tutor, requests, config.rollout, anchored=anchored)
+
+    return write
+
+
+@contextmanager
+def _timed(seconds: dict[str, float], name: str) -> Iterator[None]:
+    start = time.perf_counter()
+    try:
+        yield
+    finally:
+        seconds[name] += time.perf_counter() - start

@@ -1,0 +1,130 @@
+"""The command line: `torchrun trainer/main.py --algo opcod [--config PRESET] [--section.key value]`.
+
+Exit codes: 0 done, or stopped by a signal after saving; 1 a failure; 2 a user's mistake, told in
+one sentence.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import tyro
+
+from cotutor.rollout.models import ModelError
+from cotutor.rollout.problems import DataError
+from cotutor.trainer.algos.base import Algorithm
+from cotutor.trainer.algos.grpo import GRPO
+from cotutor.trainer.algos.opcod import OPCoD
+from cotutor.trainer.algos.sdpo import SDPO
+from cotutor.trainer.algos.sft import SFT
+from cotutor.trainer.config import Config, ConfigError, check, load_preset
+
+ALGORITHMS: dict[str, Any] = {"opcod": OPCoD, "sdpo": SDPO, "grpo": GRPO, "sft": SFT}
+_CONFIGS = Path(__file__).resolve().parent.parent / "configs"
+
+
+def parse(arguments: Sequence[str]) -> Config:
+    """Preset, then command line. Raises ConfigError; `--help` prints and exits 0."""
+    rest = list(arguments)
+    preset = Path(_take(rest, "config") or _CONFIGS / "tiny.toml")
+    baselines = _take(rest, "baselines")
+    config = load_preset(preset)
+    if baselines is not None:
+        names = () if baselines == "none" else tuple(baselines.split(","))
+        unknown = [n for n in names if n not in ALGORITHMS]
+        if unknown:
+            raise ConfigError(
+                f"--baselines: {unknown[0]!r} is no algorithm; give a comma-separated list of"
+                f" {', '.join(ALGORITHMS)}, or none"
+            )
+        config = dataclasses.replace(config, baselines=names)
+    config = _command_line(config, rest)
+    if not config.out:
+        config = dataclasses.replace(config, out=_free_folder(f"runs/{preset.stem}-{config.algo}"))
+    try:
+        check(config)
+    except ConfigError:
+        raise
+    except ValueError as error:
+        raise ConfigError(str(error)) from None
+    return config
+
+
+def _take(arguments: list[str], name: str) -> str | None:
+    """Remove `--name value` or `--name=value` from the arguments; the last one counts."""
+    value = None
+    n = 0
+    while n < len(arguments):
+        if arguments[n] == f"--{name}":
+            if n + 1 == len(arguments):
+                raise ConfigError(f"--{name} needs a value")
+            value = arguments[n + 1]
+            del arguments[n : n + 2]
+        elif arguments[n].startswith(f"--{name}="):
+            value = arguments[n].partition("=")[2]
+            del arguments[n]
+        else:
+            n += 1
+    return value
+
+
+def _command_line(config: Config, arguments: Sequence[str]) -> Config:
+    # tyro explains a mistake in a box of many lines; the first sentences of it are what is needed.
+    output = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(output):
+            return tyro.cli(
+                Config,
+                default=config,
+                args=list(arguments),
+                prog="trainer/main.py",
+                description="Train, evaluate or plan. --config PRESET and --baselines A,B come first.",
+            )
+    except SystemExit as exit_:
+        if exit_.code in (0, None):
+            raise
+        raise ConfigError(_one_sentence(output.getvalue())) from None
+
+
+def _one_sentence(box: str) -> str:
+    """What tyro's box says before its first rule, and the option that it thinks was meant."""
+    lines = [line.strip("│╭╮╰╯ ") for line in box.splitlines()[1:]]
+    rule = next((n for n, line in enumerate(lines) if line.startswith("──")), len(lines))
+    told = " ".join(lines[:rule])
+    meant = next((line for line in lines[rule:] if line.startswith("--")), "")
+    return f"{told}; did you mean {meant}?" if meant and "Unrecognized" in told else told
+
+
+def _free_folder(stem: str) -> str:
+    n, folder = 2, stem
+    while Path(folder).exists():
+        folder, n = f"{stem}-{n}", n + 1
+    return folder
+
+
+def make_algorithm(config: Config) -> Algorithm:
+    return ALGORITHMS[config.algo](getattr(config, config.algo))
+
+
+def main(arguments: Sequence[str]) -> int:
+    try:
+        config = parse(arguments)
+        # Heavy imports only after the command line is known to be right.
+        from cotutor.trainer.run import run
+
+        return run(config, make_algorithm)
+    except (ConfigError, DataError, ModelError) as error:
+        if int(os.environ.get("RANK", 0)) == 0:
+            print(f"error: {error}", file=sys.stderr)
+        return 2
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

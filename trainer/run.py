@@ -1,0 +1,197 @@
+"""A whole run: the algorithm, its baselines from the same start, the summary and the report."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cotutor.rollout.curriculum import SPECIALISTS
+from cotutor.trainer.algos.base import Algorithm
+from cotutor.trainer.config import Config, ConfigError, to_toml
+from cotutor.trainer.evaluation import accuracy
+from cotutor.trainer.loop import Run, Stopped
+from cotutor.trainer.problem_sets import ProblemSets, load_problem_sets
+from cotutor.trainer.progress import pareto_table
+from cotutor.trainer.report import write_report
+from cotutor.trainer.run_folder import RunFolder, describe_environment
+from cotutor.trainer.students import Student
+from cotutor.trainer.world import World
+
+MakeAlgorithm = Callable[[Config], Algorithm]
+
+
+def run(config: Config, make_algorithm: MakeAlgorithm) -> int:
+    """Train (or evaluate) and write everything; returns the process's exit code."""
+    world = World()
+    try:
+        problems = load_problem_sets(config.data)
+        students = [Student.load(s, config) for s in config.students]
+        if world.main:
+            print(_opening_line(config, world, problems), flush=True)
+        summary = _with_baselines(config, make_algorithm, students, problems, world)
+        if world.main:
+            pareto_table(summary)
+        return 0
+    except Stopped as stopped:
+        if world.main:
+            print(str(stopped), flush=True)
+        return 0
+    except (ConfigError, ValueError):
+        raise
+    except Exception as error:
+        # The other ranks may be waiting for this one: leaving at once lets torchrun end them all.
+        traceback.print_exc()
+        print(f"error: rank {world.rank}: {error}", file=sys.stderr, flush=True)
+        return 1
+    finally:
+        world.close()
+
+
+def _with_baselines(
+    config: Config,
+    make_algorithm: MakeAlgorithm,
+    students: Sequence[Student],
+    problems: ProblemSets,
+    world: World,
+) -> dict[str, Any]:
+    folder = Path(config.out)
+    if config.resume not in ("", "auto"):
+        folder = Path(config.resume)
+        if not (folder / "checkpoints").is_dir():
+            raise ConfigError(
+                f"--resume {config.resume}: no run with checkpoints there; name a run folder, or"
+                " use --resume auto with --out"
+            )
+    main_run, summary = _one(config, folder, make_algorithm, students, problems, world, None)
+    per_student = sum(p.steps for p in main_run.schedule) // len(students)
+    summary["baselines"] = {}
+    for name in config.baselines:
+        baseline = dataclasses.replace(config, algo=name, steps=per_student, baselines=())
+        _, part = _one(
+            baseline,
+            folder / "baselines" / name,
+            make_algorithm,
+            students,
+            problems,
+            world,
+            main_run.state.start,
+        )
+        summary["baselines"][name] = part
+    run_folder = RunFolder(folder, world.main)
+    run_folder.write_summary(summary)
+    if world.main:
+        write_report(folder)
+    return summary
+
+
+def _one(
+    config: Config,
+    path: Path,
+    make_algorithm: MakeAlgorithm,
+    students: Sequence[Student],
+    problems: ProblemSets,
+    world: World,
+    start_scores: dict[str, Any] | None,
+) -> tuple[Run, dict[str, Any]]:
+    """Train one algorithm in its folder, going on where a checkpoint says so."""
+    occupied = any(world.gather((path / "config.toml").exists()))
+    if occupied and not config.resume:
+        raise ConfigError(f"--out {path} already holds a run; add --resume auto, or name another")
+    folder = RunFolder(path, world.main)
+    folder.start(to_toml(config), describe_environment(), resume=occupied)
+    world.barrier()
+    current = Run(
+        config, make_algorithm(config), students, problems, world, folder, start_scores
+    )
+    resumed = current.resume() if config.resume else False
+    if world.main and config.resume:
+        print(
+            f"{path}: resuming after step {current.state.step}"
+            if resumed
+            else f"{path}: no complete checkpoint; starting from the beginning",
+            flush=True,
+        )
+    scores = current.train()
+    summary = summarise(config, current, scores)
+    folder.write_summary(summary)
+    return current, summary
+
+
+def summarise(config: Config, run: Run, scores: Mapping[str, Any]) -> dict[str, Any]:
+    """summary.json: accuracies in 0 … 1 with standard errors over problems, gate, feedback."""
+    students: dict[str, Any] = {}
+    for name, by_domain in scores["end"].items():
+        students[name] = {}
+        for domain, end in by_domain.items():
+            start = scores["start"][name][domain]
+            before, after = accuracy(start), accuracy(end)
+            entry: dict[str, Any] = {
+                "start": before.mean,
+                "end": after.mean,
+                "start_stderr": before.stderr,
+                "end_stderr": after.stderr,
+                "problems": after.problems,
+                "truncated": after.truncated,
+                "too_long": after.too_long,
+            }
+            blind = _blind_keys(run.problems, name, domain)
+            if blind:
+                b, a = accuracy(start, blind), accuracy(end, blind)
+                entry |= {
+                    "blind_start": b.mean,
+                    "blind_end": a.mean,
+                    "blind_start_stderr": b.stderr,
+                    "blind_end_stderr": a.stderr,
+                    "blind_problems": a.problems,
+                }
+            students[name][domain] = entry
+    pareto = {
+        name: all(e["end"] >= e["start"] for e in domains.values())
+        and any(e["end"] > e["start"] for e in domains.values())
+        for name, domains in students.items()
+    }
+    return {
+        "algo": config.algo,
+        "seed": config.seed,
+        "steps": run.state.step,
+        "wall_time_s": round(run.state.wall_time_s, 3),
+        "students": students,
+        "pareto": pareto,
+        "mutual_pareto": bool(pareto) and all(pareto.values()),
+        "feedback": {
+            name.removeprefix("feedback/"): int(count)
+            for name, count in sorted(run.state.feedback.items())
+        },
+        "gate": [
+            {key: entry[key] for key in ("round", "scores", "deltas", "cognizant")}
+            for entry in run.state.gate
+        ],
+        "problem_notes": dict(run.problems.notes),
+    }
+
+
+def _blind_keys(problems: ProblemSets, student: str, domain: str) -> list[str]:
+    """Keys of the test problems that need a fact which this embedded specialist never learned."""
+    blind = set(SPECIALISTS[student].blind) if student in SPECIALISTS else set()
+    return [p.key for p in problems.test[domain] if blind.intersection(p.facts)]
+
+
+def _opening_line(config: Config, world: World, problems: ProblemSets) -> str:
+    device = torch.cuda.get_device_name() if world.device.type == "cuda" else "CPU"
+    kernels = "Triton kernels" if world.device.type == "cuda" else "PyTorch kernels"
+    counts = ", ".join(
+        f"{d} {len(problems.train.get(d, ()))}/{len(problems.validation[d])}/{len(problems.test[d])}"
+        for d in problems.test
+    )
+    notes = json.dumps({k: v for k, v in problems.notes.items() if v})
+    return (
+        f"cotutor {config.algo} · {world.size} rank(s) on {device} · {kernels} ·"
+        f" train/validation/test problems: {counts} · {notes} · run folder {config.out}"
+    )
