@@ -268,7 +268,7 @@ class TransformersEngine:
     def _prefill(
         self, prompts: list[Sequence[int]]
     ) -> tuple[Cache, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Run the different prompts once; cache, last logits, mask, positions: a row per request."""
+        """Run each different prompt once: cache, last logits, mask, positions, row by request."""
         numbers: dict[tuple[int, ...], int] = {}
         of_request = [numbers.setdefault(tuple(prompt), len(numbers)) for prompt in prompts]
         width = max(map(len, prompts))
