@@ -15,9 +15,10 @@ from typing import Any
 
 import numpy as np
 import torch
+from transformers.cache_utils import Cache, CacheLayerMixin
+
 from cotutor.rollout.engine import Sampling
 from cotutor.rollout.trajectory import Completion
-from transformers.cache_utils import Cache, CacheLayerMixin
 
 _RESERVE = 64  # columns by which a cache grows at least
 
@@ -29,6 +30,8 @@ class _Layer(CacheLayerMixin):
     """
 
     is_sliding = False
+    keys: torch.Tensor  # type: ignore[assignment]  # the base allows None before the first update
+    values: torch.Tensor  # type: ignore[assignment]
 
     def __init__(self) -> None:
         super().__init__()
@@ -77,6 +80,12 @@ class _Layer(CacheLayerMixin):
 
     def get_max_length(self) -> int:
         return -1
+
+
+def _select(cache: Cache, rows: torch.Tensor) -> None:
+    for layer in cache.layers:
+        assert isinstance(layer, _Layer), f"{type(layer).__name__} holds no keys and values"
+        layer.select(rows)
 
 
 class TransformersEngine:
@@ -250,8 +259,7 @@ class TransformersEngine:
                 keep = (~ended).nonzero().squeeze(1)
                 rows, token, ended = rows[keep], token[keep], ended[keep]
                 mask, positions = mask[keep], positions[keep]
-                for layer in cache.layers:
-                    layer.select(keep)
+                _select(cache, keep)
             mask = torch.cat([mask, mask.new_ones(len(rows), 1)], dim=1)
             positions = positions + 1
             logits = self._forward(token[:, None], mask, positions, cache)
@@ -282,8 +290,7 @@ class TransformersEngine:
         cache = Cache(layer_class_to_replicate=_Layer)
         logits = self._forward(ids, mask, positions, cache)
         rows = torch.tensor(of_request, device=self._device)
-        for layer in cache.layers:
-            layer.select(rows)
+        _select(cache, rows)
         return cache, logits[rows], mask[rows], positions[rows, -1:]
 
     def _forward(
