@@ -89,15 +89,6 @@ def _cpu_name() -> str:
     return names[0] if names else platform.processor()
 
 
-def new_run_path(base: Path) -> Path:
-    """The first of base, base-2, base-3 … that holds no run yet."""
-    path, number = base, 1
-    while (path / "config.toml").exists():
-        number += 1
-        path = base.with_name(f"{base.name}-{number}")
-    return path
-
-
 class RunFolder:
     """The files of one run. Only the rank with `main` writes; on the others writing does nothing.
 

@@ -12,11 +12,11 @@ import time
 from pathlib import Path
 
 import pytest
+
 from cotutor.trainer.run_folder import (
     RunFolder,
     RunFolderError,
     describe_environment,
-    new_run_path,
 )
 
 
@@ -53,11 +53,6 @@ def test_fresh_start_in_a_used_folder_is_refused_and_resume_keeps_the_first_envi
     assert record["started"] == "third"
     assert len(record["earlier_starts"]) == 2
     assert record["earlier_starts"][1] == {"started": "second"}
-
-
-def test_new_run_path_counts_up(run: RunFolder) -> None:
-    assert new_run_path(run.path) == run.path.with_name("run-2")
-    assert new_run_path(run.path.with_name("other")) == run.path.with_name("other")
 
 
 def test_not_finite_numbers_become_null(run: RunFolder) -> None:
