@@ -13,8 +13,8 @@ many rows as `keep_bytes` holds, in the working dtype: those rows take three GEM
 no memory. The default of `keep_bytes` is 2.5 GiB on CUDA (8192 rows of 151,936 in bfloat16) and
 256 MiB on a CPU.
 
-Numerics: logits, statistics and the sum of ∂weight over chunks are float32. Kept p is stored as p
-up to ½ and as p − 1 above, so that both ends keep their digits in bfloat16.
+Numerics: logits, statistics and the sum of ∂weight over chunks are float32. log p of a
+kept p above ½ is taken from the row's statistics: bfloat16 has no digits left for a p close to 1.
 
 Bytes per trained row beyond the GEMMs' own: forward 4·V (one read), and where p is kept 4·V + b·V
 more (one read, one write); backward b·V + b·V kept, 4·V + b·V recomputed; b the item size of the
@@ -142,7 +142,7 @@ def _backward_torch(
         log_p = buffer[:size]
         chunk = _hidden_rows(hidden, here, trained)
         if start < len(kept):
-            decode_kept(kept[start : start + size], log_p)
+            decode_kept(kept[start : start + size], norms[1, here], log_p)
         else:
             logits_into(log_p, chunk, head, dtype)
             over(log_p, tau).sub_(norms[0, here, None]).sub_(norms[1, here, None])

@@ -57,7 +57,7 @@ def chunk_statistics(
         if entropy:
             out[1, part] = log_total[:, 0] - e.mul_(x).sum(1) / total[:, 0]
         if kept is not None:
-            encode_kept(x.sub_(log_total), kept[part])
+            kept[part] = x.sub_(log_total).exp_()
     return out
 
 
@@ -68,18 +68,15 @@ def fake_statistics(like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return logprobs, entropies, like.new_empty((2, rows), dtype=torch.float32)
 
 
-def encode_kept(log_p: Tensor, kept: Tensor) -> None:
-    """Store p where it is at most ½ and p − 1 (negative) above, so that both ends keep digits."""
-    p = log_p.exp()
-    tiny = torch.finfo(torch.float32).tiny
-    kept.copy_(torch.where(p <= 0.5, p, log_p.expm1().clamp_max(-tiny)))
+def decode_kept(kept: Tensor, log_total: Tensor, log_p: Tensor) -> None:
+    """Write log p as float32 into `log_p` (rows, V) from kept p and log Σ e^{z − m} (rows,).
 
-
-def decode_kept(kept: Tensor, log_p: Tensor) -> None:
-    """Write log p as float32 into `log_p`; what `encode_kept` stored decides which log is exact."""
+    Above ½ only the row's maximum can lie, whose log p is −log Σ e^{z − m} to full precision; the
+    rounding of p to `kept`'s dtype would take all digits from a p close to 1.
+    """
     log_p.copy_(kept)
-    below_half = log_p >= 0
-    torch.where(below_half, log_p.log(), log_p.log1p(), out=log_p)
+    top = log_p > 0.5
+    torch.where(top, -log_total[:, None], log_p.log_(), out=log_p)
 
 
 def chunk_gradient(
