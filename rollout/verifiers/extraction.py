@@ -14,7 +14,7 @@ _THINK_OPEN = re.compile(r"<(?:think|thinking|thought)>", re.IGNORECASE)
 _REASONING = re.compile(r"<reasoning>.*?</reasoning>", re.IGNORECASE | re.DOTALL)
 _INVISIBLE = dict.fromkeys([0x00AD, *range(0x200B, 0x2010), *range(0x202A, 0x202F), 0x2060, 0xFEFF])
 _CHAT_END = re.compile(r"<\|(?:im_end|im_start|endoftext|eot_id)\|>")
-_BOX = re.compile(r"\\(?:f?boxed|beginboxed)\s*\{")
+_BOX = re.compile(r"\\{1,2}(?:f?boxed|beginboxed)\s*\{")
 
 
 def visible(text: str) -> str:
