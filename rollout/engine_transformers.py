@@ -30,8 +30,8 @@ class _Layer(CacheLayerMixin):
     """
 
     is_sliding = False
-    keys: torch.Tensor  # type: ignore[assignment]  # the base allows None before the first update
-    values: torch.Tensor  # type: ignore[assignment]
+    keys: torch.Tensor
+    values: torch.Tensor
 
     def __init__(self) -> None:
         super().__init__()
