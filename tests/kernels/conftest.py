@@ -2,12 +2,26 @@
 
 import os
 
+import numpy
 import pytest
 import torch
 
 # Triton reads the variable when a kernel is decorated: before anything imports triton or cotutor.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+# cuBLAS refuses deterministic mode (below) without a fixed workspace.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+
+
+@pytest.fixture(scope="session")
+def device() -> torch.device:
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture(params=["torch"])
+def backend(request) -> str:
+    """Every test that takes this runs both ways: PyTorch, and Triton (interpreted on a CPU)."""
+    return request.param
 
 
 @pytest.fixture(autouse=True)
@@ -21,11 +35,18 @@ def nan_filled_empties():
     torch.use_deterministic_algorithms(before, warn_only=warn_only)
 
 
+@pytest.fixture(autouse=True)
+def quiet_interpreter():
+    """Triton's interpreter computes with numpy, which warns where a GPU just says inf or NaN."""
+    with numpy.errstate(all="ignore"):
+        yield
+
+
 def relative_error(got: torch.Tensor, truth: torch.Tensor) -> float:
     """Largest deviation, as a share of the truth's largest entry (or of 1 for tiny truths)."""
     if truth.numel() == 0:
         return 0.0
-    got, truth = got.double(), truth.double()
+    got, truth = got.detach().double(), truth.detach().double()
     assert torch.isfinite(got).all(), "not finite"
     scale = truth.abs().max().clamp_min(1e-30)
     return float((got - truth).abs().max() / scale)
