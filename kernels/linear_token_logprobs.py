@@ -28,6 +28,7 @@ Not supported: double backward (raises), a bias.
 import torch
 from torch import Tensor
 
+from . import logprob_rows
 from .common import (
     autocast_off,
     check_device,
@@ -40,17 +41,7 @@ from .common import (
     split_temperature,
 )
 from .gemm import add_weight_gradient, hidden_gradient, logits_into, prepare_weight
-from .logprob_rows import (
-    Rows,
-    chunk_gradient,
-    chunk_statistics,
-    decode_kept,
-    fake_statistics,
-    masked_zero,
-    over,
-    row_chunks,
-    trained_index,
-)
+from .logprob_rows import Rows, fake_statistics, row_chunks, trained_index
 from .token_logprobs import TokenLogprobs, check_rows, collect, token_logprobs_reference
 
 KEEP_BYTES_CUDA = 5 << 29
@@ -84,12 +75,22 @@ def linear_token_logprobs_reference(
     )
 
 
-def _hidden_rows(hidden: Tensor, here: slice | Tensor, trained: Tensor | None) -> Tensor:
+def _hidden_rows(hidden: Tensor, here: slice | Tensor, rows: Rows) -> Tensor:
     """A chunk of hidden states (c, D), zero where the row isn't trained."""
-    return hidden[here] if trained is None else torch.where(trained[:, None], hidden[here], 0)
+    chunk = hidden[here]
+    return chunk if rows.trained is None else torch.where(rows.trained[:, None], chunk, 0)
 
 
-def _forward_torch(
+def _chunk_functions(backend: str):
+    """`chunk_statistics` and `chunk_gradient` of the backend; they take the same arguments."""
+    if backend == "torch":
+        return logprob_rows.chunk_statistics, logprob_rows.chunk_gradient
+    from . import triton_logprobs
+
+    return triton_logprobs.chunk_statistics, triton_logprobs.chunk_gradient
+
+
+def _forward(
     hidden: Tensor,
     weight: Tensor,
     rows: Rows,
@@ -98,70 +99,68 @@ def _forward_torch(
     chunk_rows: int,
     kept: Tensor,
     trained_rows: int | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Return logprobs, entropies (N,), norms (2, N); fill `kept` with the first rows' p."""
+    backend: str,
+) -> Tensor:
+    """Return the (4, N) statistics; fill `kept` with the first rows' p."""
     count, vocab = hidden.shape[0], weight.shape[0]
+    chunk_statistics, _ = _chunk_functions(backend)
     found = hidden.new_zeros((4, count), dtype=torch.float32)
     index = trained_index("linear_token_logprobs", rows.turn_ids, trained_rows)
     buffer = hidden.new_empty((min(chunk_rows, count), vocab), dtype=torch.float32)
     head = prepare_weight(weight, dtype)
     for start, here in row_chunks(index, count, chunk_rows):
-        targets, trained, tau = rows.at(here, vocab)
-        size = len(targets)
-        z = buffer[:size]
-        logits_into(z, _hidden_rows(hidden, here, trained), head, dtype)
+        part = rows.take(here, vocab)
+        size = len(part.targets)
+        logits = buffer[:size]
+        logits_into(logits, _hidden_rows(hidden, here, part), head, dtype)
         keep = kept[start : start + size] if start < len(kept) else None
-        values = chunk_statistics(over(z, tau), targets, entropy=entropy, kept=keep)
-        found[:, here] = masked_zero(values, trained)
-    return found[0].clone(), found[1].clone(), found[2:].clone()
+        found[:, here] = chunk_statistics(logits, part, entropy=entropy, kept=keep)
+    return found
 
 
-def _backward_torch(
+def _backward(
     hidden: Tensor,
     weight: Tensor,
     rows: Rows,
     dtype: torch.dtype,
     chunk_rows: int,
     trained_rows: int | None,
-    saved: tuple[Tensor, Tensor, Tensor, Tensor],
+    found: Tensor,
+    kept: Tensor,
     grad_logprobs: Tensor,
     grad_entropy: Tensor | None,
     wanted: tuple[bool, bool],
+    backend: str,
 ) -> tuple[Tensor, Tensor]:
     """Return ∂hidden and ∂weight in their dtypes; an empty tensor for what isn't wanted."""
-    logprobs, entropies, norms, kept = saved
     count, vocab = hidden.shape[0], weight.shape[0]
+    _, chunk_gradient = _chunk_functions(backend)
     index = trained_index("linear_token_logprobs", rows.turn_ids, trained_rows)
+    total = count if index is None else len(index)
     grad_hidden = hidden.new_zeros(hidden.shape if wanted[0] else 0)
     grad_weight = weight.new_empty(weight.shape if wanted[1] else 0, dtype=torch.float32)
-    buffer = hidden.new_empty((min(chunk_rows, count), vocab), dtype=torch.float32)
+    if total == 0:
+        grad_weight.zero_()
+    shape = (min(chunk_rows, total), vocab)
+    logits = hidden.new_empty(shape if len(kept) < total else (0, vocab), dtype=torch.float32)
+    # The GEMMs take dz in the working dtype; a CPU widens it to float32 for them anyway.
+    narrow = torch.float32 if hidden.device.type == "cpu" else dtype
+    dz = logits if narrow == logits.dtype and len(logits) else hidden.new_empty(shape, dtype=narrow)
     head = prepare_weight(weight, dtype)
     for start, here in row_chunks(index, count, chunk_rows):
-        targets, trained, tau = rows.at(here, vocab)
-        size = len(targets)
-        log_p = buffer[:size]
-        chunk = _hidden_rows(hidden, here, trained)
-        if start < len(kept):
-            decode_kept(kept[start : start + size], norms[1, here], log_p)
-        else:
-            logits_into(log_p, chunk, head, dtype)
-            over(log_p, tau).sub_(norms[0, here, None]).sub_(norms[1, here, None])
-        scale = tau if isinstance(tau, float) else tau[:, 0]
-        chunk_gradient(
-            log_p,
-            targets,
-            logprobs[here],
-            entropies[here],
-            masked_zero(grad_logprobs[here] / scale, trained),
-            None if grad_entropy is None else masked_zero(grad_entropy[here] / scale, trained),
-            log_p,
-        )
+        part = rows.take(here, vocab)
+        size = len(part.targets)
+        chunk = _hidden_rows(hidden, here, part)
+        is_kept = start < len(kept)
+        source = kept[start : start + size] if is_kept else logits[:size]
+        if not is_kept:
+            logits_into(source, chunk, head, dtype)
+        upstream = grad_logprobs[here], None if grad_entropy is None else grad_entropy[here]
+        chunk_gradient(source, part, found[:, here], *upstream, dz[:size], kept=is_kept)
         if wanted[0]:
-            grad_hidden[here] = hidden_gradient(log_p, head, dtype).to(hidden.dtype)
+            grad_hidden[here] = hidden_gradient(dz[:size], head, dtype).to(hidden.dtype)
         if wanted[1]:
-            add_weight_gradient(grad_weight, log_p, chunk, dtype, first=start == 0)
-    if count == 0 or (index is not None and len(index) == 0):
-        grad_weight.zero_()
+            add_weight_gradient(grad_weight, dz[:size], chunk, dtype, first=start == 0)
     return grad_hidden, grad_weight.to(weight.dtype)
 
 
@@ -184,8 +183,10 @@ def _linear_op(
     rows.check("linear_token_logprobs", weight.shape[0])
     kept = _kept(weight, dtype, keep_rows)
     with autocast_off(hidden.device):
-        found = _forward_torch(hidden, weight, rows, entropy, dtype, chunk_rows, kept, trained_rows)
-    return *found, kept
+        found = _forward(
+            hidden, weight, rows, entropy, dtype, chunk_rows, kept, trained_rows, backend
+        )
+    return found[0].clone(), found[1].clone(), found[2:].clone(), kept
 
 
 def _kept(weight: Tensor, dtype: torch.dtype, keep_rows: int) -> Tensor:
@@ -222,17 +223,19 @@ def _linear_backward_op(
 ) -> tuple[Tensor, Tensor]:
     rows = Rows(targets, turn_ids, temperature, temperatures)
     with autocast_off(hidden.device):
-        return _backward_torch(
+        return _backward(
             hidden,
             weight,
             rows,
             dtype,
             chunk_rows,
             trained_rows,
-            (logprobs, entropies, norms, kept),
+            torch.cat([logprobs[None], entropies[None], norms]),
+            kept,
             grad_logprobs,
             grad_entropy,
             (want_hidden, want_weight),
+            backend,
         )
 
 
@@ -252,7 +255,7 @@ def _setup_context(ctx, inputs, output) -> None:
     ctx.mark_non_differentiable(*output[2:])
 
 
-def _backward(ctx, grad_logprobs: Tensor, grad_entropy: Tensor, *_unused: Tensor):
+def _differentiate(ctx, grad_logprobs: Tensor, grad_entropy: Tensor, *_unused: Tensor):
     hidden, weight, targets, turn_ids, temperatures, *saved = ctx.saved_tensors
     want_hidden, want_weight = ctx.needs_input_grad[:2]
     grad_hidden, grad_weight = _linear_backward_op(
@@ -279,7 +282,7 @@ def _backward(ctx, grad_logprobs: Tensor, grad_entropy: Tensor, *_unused: Tensor
     )
 
 
-_linear_op.register_autograd(_backward, setup_context=_setup_context)
+_linear_op.register_autograd(_differentiate, setup_context=_setup_context)
 
 
 def _choose_keep_rows(

@@ -24,41 +24,144 @@ PART_ELEMENTS = 1 << 19
 LOWEST = -1e30
 
 
+class Rows(NamedTuple):
+    """What every row has besides its logits."""
+
+    targets: Tensor  # (N,) integer; anything where the row isn't trained
+    turn_ids: Tensor | None  # (N,) integer, negative where the row isn't trained; None: all are
+    temperature: float
+    temperatures: Tensor | None  # (N,) float32, overrides `temperature`
+
+    def check(self, function: str, vocab: int) -> None:
+        """Raise on a target outside the vocabulary or an illegal temperature of a trained row."""
+        masked = None if self.turn_ids is None else self.turn_ids < 0
+        fine = (self.targets >= 0) & (self.targets < vocab)
+        fine = fine if masked is None else fine | masked
+        check_values(function, "targets", f"0 to {vocab - 1}", fine, self.targets)
+        if self.temperatures is not None:
+            fine = temperature_fine(self.temperatures)
+            fine = fine if masked is None else fine | masked
+            check_values(function, "temperature", TEMPERATURE_WANTED, fine, self.temperatures)
+
+    def take(self, here: slice | Tensor, vocab: int) -> "Rows":
+        """Some of the rows, targets int64 and inside the vocabulary; indices are trained ones."""
+        return Rows(
+            self.targets[here].long().clamp(0, vocab - 1),
+            None if self.turn_ids is None or isinstance(here, Tensor) else self.turn_ids[here],
+            self.temperature,
+            None if self.temperatures is None else self.temperatures[here],
+        )
+
+    @property
+    def trained(self) -> Tensor | None:
+        return None if self.turn_ids is None else self.turn_ids >= 0
+
+    def over(self, values: Tensor) -> Tensor:
+        """`values` (N,) / τ, zero where the row isn't trained."""
+        values = values / (self.temperature if self.temperatures is None else self.temperatures)
+        return values if self.turn_ids is None else torch.where(self.turn_ids >= 0, values, 0)
+
+
+def _scaled(logits: Tensor, rows: Rows) -> Tensor:
+    """A float32 copy of logits over τ, zero where the row isn't trained."""
+    z = logits.to(torch.float32, copy=True)
+    if rows.temperatures is not None:
+        z.div_(rows.temperatures[:, None])
+    elif rows.temperature != 1.0:
+        z.div_(rows.temperature)
+    return z if rows.turn_ids is None else z.masked_fill_(rows.turn_ids[:, None] < 0, 0)
+
+
+def _parts(rows: int, vocab: int) -> Iterator[slice]:
+    step = max(1, PART_ELEMENTS // vocab)
+    return (slice(at, at + step) for at in range(0, rows, step))
+
+
 def chunk_statistics(
-    z: Tensor, targets: Tensor, *, entropy: bool, kept: Tensor | None = None
+    logits: Tensor, rows: Rows, *, entropy: bool, kept: Tensor | None = None
 ) -> Tensor:
-    """Statistics of each row, and on request its probabilities; `z` is overwritten.
+    """Statistics of each row, and on request its probabilities.
 
     Args:
-        z: (rows, V) float32, logits divided by the temperature.
-        targets: (rows,) int64, all within the vocabulary.
+        logits: (rows, V), any float dtype and strides; unchanged.
+        rows: as `Rows.take` gives them.
         entropy: whether to compute it.
-        kept: (rows, V) in which to leave p for the backward pass, as `decode_kept` reads it.
+        kept: (rows, V) in which to leave p for `chunk_gradient`.
 
     Returns:
         (4, rows) float32: log-prob, entropy (zeros unless asked for), maximum m of z and
-        log Σ e^{z − m}. The last two stay apart, because their sum would round log p to the
-        digits of m.
+        log Σ e^{z − m}; zeros where the row isn't trained. The last two stay apart, because their
+        sum would round log p to the digits of m.
     """
-    rows, vocab = z.shape
-    out = z.new_zeros((4, rows))
-    for at in range(0, rows, max(1, PART_ELEMENTS // vocab)):
-        part = slice(at, at + max(1, PART_ELEMENTS // vocab))
-        x = z[part]
+    count, vocab = logits.shape
+    out = logits.new_zeros((4, count), dtype=torch.float32)
+    for part in _parts(count, vocab):
+        x = _scaled(logits[part], rows.take(part, vocab))
         top = x.amax(1, keepdim=True)
         top = torch.where(top == -torch.inf, 0, top)
-        picked = x.sub_(top).gather(1, targets[part, None])
+        picked = x.sub_(top).gather(1, rows.targets[part, None])
         e = x.exp()
         total = e.sum(1, keepdim=True)
         log_total = total.log()
         out[0, part] = (picked - log_total)[:, 0]
         out[2, part], out[3, part] = top[:, 0], log_total[:, 0]
-        x.clamp_(min=LOWEST)
-        if entropy:
-            out[1, part] = log_total[:, 0] - e.mul_(x).sum(1) / total[:, 0]
         if kept is not None:
-            kept[part] = x.sub_(log_total).exp_()
-    return out
+            kept[part] = e / total
+        if entropy:
+            out[1, part] = log_total[:, 0] - e.mul_(x.clamp_(min=LOWEST)).sum(1) / total[:, 0]
+    return out if rows.trained is None else torch.where(rows.trained, out, 0)
+
+
+def chunk_gradient(
+    source: Tensor,
+    rows: Rows,
+    found: Tensor,
+    grad_logprobs: Tensor,
+    grad_entropy: Tensor | None,
+    out: Tensor,
+    *,
+    kept: bool = False,
+) -> None:
+    """Write the gradient towards the logits into `out` (rows, V), any dtype; may be `source`.
+
+    Args:
+        source: (rows, V), the logits; or, when `kept`, what `chunk_statistics` left.
+        rows: as `Rows.take` gives them.
+        found: (4, rows), what `chunk_statistics` returned.
+        grad_logprobs, grad_entropy: (rows,) upstream; None where the entropy isn't used.
+    """
+    count, vocab = source.shape
+    logprobs, entropies, top, log_total = found
+    g = rows.over(grad_logprobs)
+    at_target = -g * logprobs.expm1()
+    if grad_entropy is not None:
+        h = rows.over(grad_entropy)
+        at_target -= h * logprobs.exp() * (logprobs.clamp(min=LOWEST) + entropies)
+    for part in _parts(count, vocab):
+        if kept:
+            log_p = _log_kept(source[part], log_total[part, None])
+        else:
+            log_p = _scaled(source[part], rows.take(part, vocab))
+            log_p.sub_(top[part, None]).sub_(log_total[part, None])
+        p = log_p.exp()
+        if grad_entropy is None:
+            dz = p.mul_(-g[part, None])
+        else:
+            slope = log_p.clamp_(min=LOWEST).add_(entropies[part, None])
+            slope.mul_(h[part, None]).add_(g[part, None])
+            dz = p.mul_(slope).neg_()
+        dz.scatter_(1, rows.targets[part, None], at_target[part, None])
+        out[part] = dz
+
+
+def _log_kept(kept: Tensor, log_total: Tensor) -> Tensor:
+    """log p (rows, V) float32 from kept p and log Σ e^{z − m} (rows, 1).
+
+    Above ½ only the row's maximum can lie, whose log p is −log Σ e^{z − m} to full precision; the
+    rounding of p to `kept`'s dtype takes all digits from 1 − p of a p close to 1.
+    """
+    p = kept.float()
+    return torch.where(p > 0.5, -log_total, p.log())
 
 
 def fake_statistics(like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -66,50 +169,6 @@ def fake_statistics(like: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     rows = like.shape[0]
     logprobs, entropies = (like.new_empty(rows, dtype=torch.float32) for _ in range(2))
     return logprobs, entropies, like.new_empty((2, rows), dtype=torch.float32)
-
-
-def decode_kept(kept: Tensor, log_total: Tensor, log_p: Tensor) -> None:
-    """Write log p as float32 into `log_p` (rows, V) from kept p and log Σ e^{z − m} (rows,).
-
-    Above ½ only the row's maximum can lie, whose log p is −log Σ e^{z − m} to full precision; the
-    rounding of p to `kept`'s dtype would take all digits from a p close to 1.
-    """
-    log_p.copy_(kept)
-    top = log_p > 0.5
-    torch.where(top, -log_total[:, None], log_p.log_(), out=log_p)
-
-
-def chunk_gradient(
-    log_p: Tensor,
-    targets: Tensor,
-    logprobs: Tensor,
-    entropies: Tensor,
-    grad_logprobs: Tensor,
-    grad_entropy: Tensor | None,
-    out: Tensor,
-) -> None:
-    """Write the gradient towards z into `out` (rows, V), any dtype; `log_p` is overwritten.
-
-    `log_p` is float32 (rows, V); everything else is (rows,). `out` may be `log_p`.
-    """
-    rows, vocab = log_p.shape
-    step = max(1, PART_ELEMENTS // vocab)
-    p_target = logprobs.exp()
-    exact = -grad_logprobs * logprobs.expm1()
-    if grad_entropy is not None:
-        log_target = logprobs.clamp(min=LOWEST)
-        exact = exact - grad_entropy * p_target * (log_target + entropies)
-    for at in range(0, rows, step):
-        part = slice(at, at + step)
-        p = log_p[part].exp()
-        if grad_entropy is None:
-            dz = p.mul_(-grad_logprobs[part, None])
-        else:
-            slope = log_p[part].clamp_(min=LOWEST).add_(entropies[part, None])
-            slope.mul_(grad_entropy[part, None]).add_(grad_logprobs[part, None])
-            dz = p.mul_(slope).neg_()
-        dz.scatter_(1, targets[part, None], exact[part, None])
-        out[part] = dz
 
 
 def trained_index(
@@ -146,51 +205,3 @@ def row_chunks(
     for start in range(0, total, chunk_rows):
         stop = min(start + chunk_rows, total)
         yield start, slice(start, stop) if index is None else index[start:stop]
-
-
-class Rows(NamedTuple):
-    """What every row has besides its logits: targets, mask and temperature, in the op's terms."""
-
-    targets: Tensor  # (N,) integer; anything where the row isn't trained
-    turn_ids: Tensor | None  # (N,) integer
-    temperature: float
-    temperatures: Tensor | None  # (N,) float32, overrides `temperature`
-
-    def check(self, function: str, vocab: int) -> None:
-        """Raise on a target outside the vocabulary or an illegal temperature of a trained row."""
-        masked = None if self.turn_ids is None else self.turn_ids < 0
-        fine = (self.targets >= 0) & (self.targets < vocab)
-        fine = fine if masked is None else fine | masked
-        check_values(function, "targets", f"0 to {vocab - 1}", fine, self.targets)
-        if self.temperatures is not None:
-            fine = temperature_fine(self.temperatures)
-            fine = fine if masked is None else fine | masked
-            check_values(function, "temperature", TEMPERATURE_WANTED, fine, self.temperatures)
-
-    def at(self, rows: slice | Tensor, vocab: int) -> tuple[Tensor, Tensor | None, float | Tensor]:
-        """Targets (c,) int64 within the vocabulary, mask or None, temperature or (c, 1) of them."""
-        targets = self.targets[rows].long().clamp(0, vocab - 1)
-        masked = self.turn_ids is not None and isinstance(rows, slice)
-        trained = self.turn_ids[rows] >= 0 if masked and self.turn_ids is not None else None
-        if self.temperatures is None:
-            return targets, trained, self.temperature
-        tau = self.temperatures[rows, None]
-        return targets, trained, tau if trained is None else tau.where(trained[:, None], 1)
-
-
-def scaled(logits: Tensor, trained: Tensor | None, tau: float | Tensor) -> Tensor:
-    """A float32 copy of a chunk of logits over τ, zero where the row isn't trained."""
-    z = logits.to(torch.float32, copy=True)
-    if trained is not None:
-        z.masked_fill_(~trained[:, None], 0)
-    return over(z, tau)
-
-
-def over(z: Tensor, tau: float | Tensor) -> Tensor:
-    """z / τ in place."""
-    return z if isinstance(tau, float) and tau == 1.0 else z.div_(tau)
-
-
-def masked_zero(values: Tensor, trained: Tensor | None) -> Tensor:
-    """`values` (..., c) with exact zeros where the row isn't trained."""
-    return values if trained is None else torch.where(trained, values, 0)

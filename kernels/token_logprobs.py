@@ -43,9 +43,7 @@ from .logprob_rows import (
     chunk_gradient,
     chunk_statistics,
     fake_statistics,
-    masked_zero,
     row_chunks,
-    scaled,
     trained_index,
 )
 from .segments import ID_DTYPES, check_id_tensor, segment_sums
@@ -99,48 +97,36 @@ def token_logprobs_reference(
     return TokenLogprobs(logprobs, entropies, sums, member.sum(1).int())
 
 
-def _forward_torch(logits: Tensor, rows: Rows, entropy: bool) -> tuple[Tensor, Tensor, Tensor]:
+def _forward_torch(logits: Tensor, rows: Rows, entropy: bool) -> Tensor:
+    """(4, N) statistics; a CPU gathers the trained rows, chunk by chunk."""
     count, vocab = logits.shape
     found = logits.new_zeros((4, count), dtype=torch.float32)
     index = trained_index("token_logprobs", rows.turn_ids, None)
     for _, here in row_chunks(index, count, max(1, 8 * PART_ELEMENTS // vocab)):
-        targets, trained, tau = rows.at(here, vocab)
-        z = scaled(logits[here], trained, tau)
-        found[:, here] = masked_zero(chunk_statistics(z, targets, entropy=entropy), trained)
-    return found[0].clone(), found[1].clone(), found[2:].clone()
+        found[:, here] = chunk_statistics(logits[here], rows.take(here, vocab), entropy=entropy)
+    return found
 
 
 def _backward_torch(
-    logits: Tensor,
-    rows: Rows,
-    logprobs: Tensor,
-    entropies: Tensor,
-    norms: Tensor,
-    grad_logprobs: Tensor,
-    grad_entropy: Tensor | None,
+    logits: Tensor, rows: Rows, found: Tensor, grad_logprobs: Tensor, grad_entropy: Tensor | None
 ) -> Tensor:
     count, vocab = logits.shape
     index = trained_index("token_logprobs", rows.turn_ids, None)
     make = torch.empty if index is None else torch.zeros
     grad = make((count, vocab), dtype=logits.dtype, device=logits.device)
     for _, here in row_chunks(index, count, max(1, 8 * PART_ELEMENTS // vocab)):
-        targets, trained, tau = rows.at(here, vocab)
-        log_p = (
-            scaled(logits[here], trained, tau).sub_(norms[0, here, None]).sub_(norms[1, here, None])
-        )
-        scale = tau if isinstance(tau, float) else tau[:, 0]
-        out = grad[here] if isinstance(here, slice) else log_p
+        source = logits[here]
+        out = grad[here] if isinstance(here, slice) else source  # indexing made a copy
         chunk_gradient(
-            log_p,
-            targets,
-            logprobs[here],
-            entropies[here],
-            masked_zero(grad_logprobs[here] / scale, trained),
-            None if grad_entropy is None else masked_zero(grad_entropy[here] / scale, trained),
+            source,
+            rows.take(here, vocab),
+            found[:, here],
+            grad_logprobs[here],
+            None if grad_entropy is None else grad_entropy[here],
             out,
         )
-        if not isinstance(here, slice):
-            grad[here] = out.to(grad.dtype)
+        if out is source:
+            grad[here] = out
     return grad
 
 
@@ -157,7 +143,14 @@ def _token_logprobs_op(
     rows = Rows(targets, turn_ids, temperature, temperatures)
     rows.check("token_logprobs", logits.shape[1])
     with autocast_off(logits.device):
-        return _forward_torch(logits, rows, entropy)
+        if backend == "triton":
+            from .triton_logprobs import chunk_statistics as on_device
+
+            every = rows.take(slice(None), logits.shape[1])
+            found = on_device(logits, every, entropy=entropy)
+        else:
+            found = _forward_torch(logits, rows, entropy)
+    return found[0].clone(), found[1].clone(), found[2:].clone()
 
 
 @_token_logprobs_op.register_fake
@@ -180,10 +173,16 @@ def _token_logprobs_backward_op(
     backend: str,
 ) -> Tensor:
     rows = Rows(targets, turn_ids, temperature, temperatures)
+    found = torch.cat([logprobs[None], entropies[None], norms])
     with autocast_off(logits.device):
-        return _backward_torch(
-            logits, rows, logprobs, entropies, norms, grad_logprobs, grad_entropy
-        )
+        if backend == "torch":
+            return _backward_torch(logits, rows, found, grad_logprobs, grad_entropy)
+        from .triton_logprobs import chunk_gradient as on_device
+
+        grad = torch.empty(logits.shape, dtype=logits.dtype, device=logits.device)
+        every = rows.take(slice(None), logits.shape[1])
+        on_device(logits, every, found, grad_logprobs, grad_entropy, grad)
+        return grad
 
 
 @_token_logprobs_backward_op.register_fake

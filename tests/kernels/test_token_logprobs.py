@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from cotutor.kernels.token_logprobs import TokenLogprobs, token_logprobs, token_logprobs_reference
 
-BACKENDS = ["torch"]
+BACKENDS = ["torch", "triton"]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 RNG = torch.Generator()
 
@@ -89,6 +89,7 @@ def test_equals_float64(dtype, entropy, temperature, backend, assert_as_exact_as
 @settings(
     max_examples=25,
     deadline=None,
+    derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture],  # it only carries a function
 )
 @given(
