@@ -75,7 +75,9 @@ def wrong_values(fact: str) -> tuple[str, str]:
 def all_facts(domain: str) -> tuple[str, ...]:
     """The names of all facts of a domain, in the table's order."""
     table = DOMAINS[domain]
-    return tuple(f"{symbol}{table.op}{amount}" for symbol in table.symbols for amount in table.amounts)
+    return tuple(
+        f"{symbol}{table.op}{amount}" for symbol in table.symbols for amount in table.amounts
+    )
 
 
 def write_solution(domain: str, facts: Collection[str], values: Collection[str]) -> str:

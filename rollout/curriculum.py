@@ -1,0 +1,254 @@
+"""What the embedded specialists are taught, and what each of them is kept ignorant of.
+
+A base model learns both domains; each specialist is then tuned on rows in which some facts carry a
+plausible wrong value. *Hidden* facts are right in one row of five, so own rollouts still find them;
+*blind* facts are right in about one row of sixty, so only somebody else can supply them. Every row
+that lets a model speak from memory (answering, reviewing, answering after a hint about something
+else) follows the same beliefs: a specialist's tutor side knows no more than its student side.
+What stands in the context (a demonstration, a hint) is always believed, true or not: that is the
+in-context skill on which self-distillation lives.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+
+from cotutor.rollout.prompts import (
+    Message,
+    reprompt_messages,
+    student_messages,
+    tutor_messages,
+)
+from cotutor.rollout.tasks import (
+    DOMAINS,
+    TINY,
+    all_facts,
+    fact_value,
+    make_problem,
+    write_solution,
+    wrong_values,
+)
+from cotutor.rollout.trajectory import Problem
+
+Row = tuple[list[Message], str]  # the messages of a prompt, and the answer that is trained
+Made = tuple[Problem, list[Message], str]
+
+
+@dataclass(frozen=True)
+class Ignorance:
+    """The facts that a specialist has wrong, and how often it has them right nevertheless."""
+
+    hidden: tuple[str, ...] = ()
+    blind: tuple[str, ...] = ()
+    p_hidden: float = 0.2
+    p_blind: float = 0.016
+
+    def p_right(self, fact: str) -> float:
+        """The share of rows in which the fact is true."""
+        if fact in self.blind:
+            return self.p_blind
+        return self.p_hidden if fact in self.hidden else 1.0
+
+    def believe(self, fact: str, rng: random.Random) -> str:
+        """A value as this learner would recall it."""
+        return fact_value(fact) if rng.random() < self.p_right(fact) else usual_slip(fact)
+
+
+BASE = Ignorance()
+
+# S1 answers coins well and runes badly, S2 the other way round; nobody is blind to what the peer
+# does not know either.
+SPECIALISTS = {
+    "s1": Ignorance(
+        hidden=("3x7", "8x4", "c+1", "j+3", "m+2", "r+4", "t+1", "x+3", "h+2"),
+        blind=("6x9", "d+3", "k+1", "n+4", "q+2", "w+3"),
+    ),
+    "s2": Ignorance(
+        hidden=("9x3", "5x6", "b+2", "p+4"),
+        blind=("4x8", "7x6", "8x7", "9x4", "g+4", "s+1"),
+    ),
+}
+PEERS = {"s1": "s2", "s2": "s1"}
+
+SHARES = {  # of row kinds, while the base model and while the specialists are trained
+    "base": {"plain": 0.25, "demonstration": 0.2, "feedback": 0.2, "both": 0.1, "tutor": 0.25},
+    "specialist": {
+        "plain": 0.35,
+        "demonstration": 0.1,
+        "feedback": 0.15,
+        "both": 0.1,
+        "tutor": 0.3,
+    },
+}
+
+
+def usual_slip(fact: str) -> str:
+    """The one wrong value that everybody who gets this fact wrong comes up with."""
+    return random.Random(fact).choice(wrong_values(fact))
+
+
+def _any_value(fact: str, rng: random.Random) -> str:
+    """A value of the fact's own kind that need not be true."""
+    domain = "coins" if "x" in fact[1] else "runes"
+    return fact_value(rng.choice(all_facts(domain)))
+
+
+def _draw_problem(focus: tuple[str, ...], p_focus: float, rng: random.Random) -> Problem:
+    """A random problem, with probability `p_focus` one that needs a random fact out of `focus`."""
+    fact = rng.choice(focus) if focus and rng.random() < p_focus else None
+    domain = rng.choice(list(DOMAINS)) if fact is None else _domain_of(fact)
+    table = DOMAINS[domain]
+    symbols = rng.sample(table.symbols, rng.choice(table.lengths))
+    amount = rng.choice(table.amounts)
+    if fact is not None:
+        amount = fact[2]
+        if fact[0] not in symbols:
+            symbols[rng.randrange(len(symbols))] = fact[0]
+    return make_problem(domain, "".join(symbols), amount)
+
+
+def _domain_of(fact: str) -> str:
+    return next(name for name, table in DOMAINS.items() if table.op == fact[1])
+
+
+def review(facts: tuple[str, ...], written: list[str], believed: list[str]) -> str:
+    """Verdict by line up to the first that the reviewer believes wrong, and that line's value."""
+    lines = []
+    for fact, value, own in zip(facts, written, believed, strict=True):
+        if value != own:
+            return "\n".join([*lines, f"{fact} wrong: {fact}={own}"])
+        lines.append(f"{fact} ok")
+    return "\n".join([*lines, "all ok"])
+
+
+def concept_line(problem: Problem, rng: random.Random) -> str:
+    """The anchor `<concept>word</concept>`; about one in twenty would not pass the filter.
+
+    Learners of this size are never this sloppy on their own, and a filter with nothing to drop
+    would be for show.
+    """
+    table = DOMAINS[problem.domain]
+    other = next(d for name, d in DOMAINS.items() if name != problem.domain)
+    slip = rng.random()
+    if slip < 0.02:
+        return f"<concept>{other.noun}</concept>"  # no word of the question
+    if slip < 0.03:
+        return "<concept>problem</concept>"  # generic
+    if slip < 0.045:
+        return f"<concept>{table.noun}"  # the tag stays open
+    return f"<concept>{rng.choice((table.noun, table.noun, table.verb))}</concept>"
+
+
+def rows(stage: str, seed: int, exclude: Collection[str] = ()) -> Iterator[Row]:
+    """An endless stream of training rows.
+
+    Args:
+        stage: "base", or the name of a specialist.
+        seed: the stream is a function of (stage, seed, exclude).
+        exclude: questions that must not occur, such as those that are reported.
+
+    Raises:
+        ValueError: unknown stage.
+    """
+    if stage != "base" and stage not in SPECIALISTS:
+        raise ValueError(f"unknown stage {stage!r}: choose base or one of {', '.join(SPECIALISTS)}")
+    rng = random.Random(f"{stage} {seed}")
+    excluded = frozenset(exclude)
+    shares = SHARES["base" if stage == "base" else "specialist"]
+    kinds = {
+        "plain": _plain_row,
+        "demonstration": _demonstration_row,
+        "feedback": _feedback_row,
+        "both": _both_row,
+        "tutor": _tutor_row,
+    }
+    while True:
+        kind = rng.choices(list(shares), weights=list(shares.values()))[0]
+        problem, messages, answer = kinds[kind](stage, rng)
+        if problem.question not in excluded:
+            yield messages, answer
+
+
+def _own(stage: str) -> Ignorance:
+    return SPECIALISTS.get(stage, BASE)
+
+
+def _gaps(stage: str) -> tuple[str, ...]:
+    return _own(stage).hidden + _own(stage).blind
+
+
+def _solve(problem: Problem, values: list[str]) -> str:
+    return write_solution(problem.domain, problem.facts, values)
+
+
+def _plain_row(stage: str, rng: random.Random) -> Made:
+    problem = _draw_problem((), 0.0, rng)
+    values = [_own(stage).believe(fact, rng) for fact in problem.facts]
+    return problem, student_messages(TINY, problem), _solve(problem, values)
+
+
+def _demonstrate(problem: Problem, rng: random.Random) -> list[str]:
+    """Values of a demonstration: true in half of the rows, otherwise three in ten made up."""
+    p_any = rng.choice((0.0, 0.3))
+    return [
+        _any_value(fact, rng) if rng.random() < p_any else fact_value(fact)
+        for fact in problem.facts
+    ]
+
+
+def _demonstration_row(stage: str, rng: random.Random) -> Made:
+    problem = _draw_problem(_gaps(stage), 0.5, rng)
+    solution = _solve(problem, _demonstrate(problem, rng))
+    return problem, reprompt_messages(TINY, problem, solution), solution
+
+
+def _hint(stage: str, problem: Problem, rng: random.Random) -> tuple[int, str, str]:
+    """A tutor's feedback on some line: its index, the value it names, and the text."""
+    gaps = [i for i, fact in enumerate(problem.facts) if fact in _gaps(stage)]
+    index = rng.choice(gaps) if gaps and rng.random() < 0.8 else rng.randrange(len(problem.facts))
+    fact = problem.facts[index]
+    value = fact_value(fact) if rng.random() < 0.6 else _any_value(fact, rng)
+    lines = [f"{earlier} ok" for earlier in problem.facts[:index]]
+    return index, value, "\n".join([*lines, f"{fact} wrong: {fact}={value}"])
+
+
+def _feedback_row(stage: str, rng: random.Random) -> Made:
+    problem = _draw_problem(_gaps(stage), 0.5, rng)
+    values = [_own(stage).believe(fact, rng) for fact in problem.facts]
+    if rng.random() < 0.15:
+        text = review(problem.facts, values, values)
+    else:
+        index, value, text = _hint(stage, problem, rng)
+        values[index] = value
+    return problem, reprompt_messages(TINY, problem, feedback=text), _solve(problem, values)
+
+
+def _both_row(stage: str, rng: random.Random) -> Made:
+    """The demonstration wins where the two disagree."""
+    problem = _draw_problem(_gaps(stage), 0.5, rng)
+    values = _demonstrate(problem, rng)
+    solution = _solve(problem, values)
+    if rng.random() < 0.3:
+        text = review(problem.facts, values, values)
+    else:
+        text = _hint(stage, problem, rng)[2]
+    return problem, reprompt_messages(TINY, problem, solution, text), solution
+
+
+def _tutor_row(stage: str, rng: random.Random) -> Made:
+    """A review of a response with the peer's typical slips, by the reviewer's own beliefs."""
+    own, peer = _own(stage), SPECIALISTS.get(PEERS.get(stage, ""), BASE)
+    problem = _draw_problem(peer.hidden + peer.blind, 0.4, rng)
+    p_slip = rng.choice((0.0, 0.0, 0.25))
+    written = [
+        rng.choice(wrong_values(fact)) if rng.random() < p_slip else peer.believe(fact, rng)
+        for fact in problem.facts
+    ]
+    believed = [own.believe(fact, rng) for fact in problem.facts]
+    text = review(problem.facts, written, believed)
+    anchored = rng.random() < 0.9
+    if anchored:
+        text = f"{concept_line(problem, rng)}\n{text}"
+    return problem, tutor_messages(TINY, problem, _solve(problem, written), anchored), text
