@@ -31,7 +31,10 @@ _LETTER = (
 _RIGHT = r"(?:correct|right|true|best|proper|actual|intended|expected|accurate)"
 _NOUN = r"(?:answer|option|choice|letter|response|solution|one)"
 _OF = r"(?: (?:here|to|for|of)\b(?: [^\s.:;!?]{1,30}){0,6}?)?[*_]{0,2}"
-_IS = r"\s{0,3}(?:(?:is|was)\s{0,3}:?|[:=→–—-])(?: (?:therefore|thus|clearly|indeed|simply|actually|then))?"
+_IS = (
+    r"\s{0,3}(?:(?:is|was)\s{0,3}:?|[:=→–—-])"
+    r"(?: (?:therefore|thus|clearly|indeed|simply|actually|then))?"
+)
 _SHOULD_BE = r" (?:must|should|would|will|has to|ought to|needs to) be"
 _VALUE = (  # what a final answer can be besides a letter: formula, quotation, number
     r"[\s(*_]{0,4}(?:\$[^$\n]{1,200}\$|\\boxed\{[^{}\n]{0,200}\}|[\"“`][^\"”`\n]{1,200}[\"”`]"
