@@ -39,7 +39,7 @@ def hidden_gradient(grads: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor
     if grads.device.type == "cpu":
         total = torch.zeros(grads.shape[0], weight.shape[1])
         for slab, columns in _slabs(weight, grads, dtype):
-            total.addmm_(columns, slab)
+            torch.addmm(total, columns, slab, out=total)
         return total
     return torch.mm(grads.to(dtype), weight, out_dtype=torch.float32)
 
@@ -50,7 +50,7 @@ def add_weight_gradient(
     """total (V, D) float32 += grads.T @ hidden; `first` overwrites whatever total held."""
     hidden, beta = hidden.to(dtype), 0.0 if first else 1.0
     if dtype == torch.float32 or grads.device.type == "cpu":
-        total.addmm_(grads.t(), hidden.float(), beta=beta)
+        torch.addmm(total, grads.t(), hidden.float(), beta=beta, out=total)
     else:
         g = grads.to(dtype).t()
         torch.addmm(total, g, hidden, out_dtype=torch.float32, beta=beta, out=total)

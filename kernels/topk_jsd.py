@@ -217,7 +217,7 @@ def _topk_jsd_op(
     step = common.choose_chunk_rows(NAME, None, rows, student.shape[-1], student.device)
     for i in range(0, rows, step):
         j = min(i + step, rows)
-        z = _rows(student, i, j).to(torch.float32, copy=True)
+        z = _scratch(student, i, j)
         if ids is None:
             used[i:j] = top_ids(z, k)
         masses = masses_of_ids if tail == "drop" else log_masses
@@ -228,6 +228,12 @@ def _topk_jsd_op(
         loss[i:j] = result.loss[:, 0]
         at_ids[i:j], outside[i:j], anchor[i:j] = result.at_ids, result.outside, s.anchor
     return out
+
+
+def _scratch(logits: Tensor, start: int, stop: int) -> Tensor:
+    """A contiguous float32 copy of rows start ... stop, to be overwritten."""
+    part = _rows(logits, start, stop)
+    return part.to(torch.float32, copy=True, memory_format=torch.contiguous_format)
 
 
 def _rows(logits: Tensor, start: int, stop: int) -> Tensor:
@@ -272,7 +278,7 @@ def _topk_jsd_backward_op(
     step = common.choose_chunk_rows(NAME, None, rows, vocab, student.device)
     for i in range(0, rows, step):
         j = min(i + step, rows)
-        z = _rows(student, i, j).to(torch.float32, copy=True)
+        z = _scratch(student, i, j)
         z.sub_(anchor[i:j]).div_(part_of(temperature, i, j))
         flat[i:j] = z.exp_().mul_(outside[i:j]).scatter_(1, ids[i:j], at_ids[i:j])
     return grad

@@ -102,3 +102,61 @@ def check_hand_worked(topk_jsd, *, device, backend) -> None:
     (g,) = torch.autograd.grad(loss.sum(), z2)
     torch.testing.assert_close(loss.detach().cpu(), torch.tensor([0.0506718]), rtol=2e-6, atol=0)
     torch.testing.assert_close(g.cpu(), expected / 2, rtol=3e-6, atol=0)
+
+
+def heads(rows, width, teacher_width, vocab, dtype, device, *, seed=0):
+    """Hidden states and LM heads of a student and of a teacher that differs."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int, scale: float = 1.0) -> Tensor:
+        return (torch.randn(*shape, generator=generator) * scale).to(device, dtype)
+
+    return (
+        normal(rows, width), normal(vocab, width, scale=2 / width**0.5),
+        normal(rows, teacher_width), normal(vocab, teacher_width, scale=2 / teacher_width**0.5),
+    )  # fmt: skip
+
+
+def plain_linear(hidden, weight, teacher_hidden, teacher_weight, ids, row_weights, alpha, tau):
+    """The plain path in the tensors' own dtype: GEMMs, then `plain_topk_jsd`; returns (N,), ()."""
+    per_row = plain_topk_jsd(
+        hidden @ weight.T, teacher_hidden @ teacher_weight.T, ids, alpha, "exact", tau
+    )
+    return per_row, (per_row * row_weights).sum()
+
+
+def check_linear_against_float64(
+    linear_topk_jsd, bound, *, device, backend, rows=7, vocab=300, k=6, alpha=0.5, tau=0.7,
+    dtype=torch.float32, chunk_rows=3,
+) -> None:  # fmt: skip
+    """Loss, per-row values, masses and both gradients against float64, with row weights."""
+    states = heads(rows, 24, 16, vocab, dtype, device)
+    weights = torch.linspace(-0.5, 1.5, rows, device=device)
+    weights[1] = 0.0
+    hidden, weight = (x.requires_grad_() for x in states[:2])
+    z_s, z_t = (a.double() @ b.double().T for a, b in (states[:2], states[2:]))
+    ids = z_s.detach().topk(min(k, vocab)).indices
+    got = linear_topk_jsd(
+        *states, row_weights=weights, ids=ids, alpha=alpha, temperature=tau,
+        chunk_rows=chunk_rows, backend=backend,
+    )  # fmt: skip
+    per_row = topk_jsd_reference(z_s, z_t, ids=ids, alpha=alpha, temperature=tau)
+    truth = (per_row * weights.double()).sum()
+    live = weights != 0
+    plain_rows, plain = plain_linear(*states, ids, weights, alpha, tau)
+    bound(got.per_row[live], per_row[live], plain_rows[live], dtype, name="per row")
+    bound(got.loss, truth, plain, dtype, name="loss")
+    assert not got.per_row[~live].any()
+    for mine, z in ((got.student_topk_mass, z_s), (got.teacher_topk_mass, z_t)):
+        mass = (z / tau).softmax(1).gather(1, ids).sum(1)
+        bound(mine[live], mass[live], mass[live], dtype, floor=8, name="mass")
+    wide = [x.detach().double().requires_grad_() for x in states[:2]]
+    exact = topk_jsd_reference(
+        wide[0] @ wide[1].T, z_t.detach(), ids=ids, alpha=alpha, temperature=tau
+    )
+    true = torch.autograd.grad((exact * weights.double()).sum(), wide)
+    mine = torch.autograd.grad(got.loss, (hidden, weight))
+    plains = torch.autograd.grad(plain, (hidden, weight))
+    for name, g, g_true, g_plain in zip(("dH", "dW"), mine, true, plains, strict=True):
+        assert g.dtype == dtype
+        bound(g, g_true, g_plain, name=name)
