@@ -44,7 +44,7 @@ TINY = PromptSet(
     closing="Solve again.",
     tutor_system="",
     tutor="Review with concept.\n{question}\n{response}",
-    tutor_plain="Review.\n{question}\n{response}",
+    tutor_plain="Review\n{question}\n{response}",
 )
 
 
