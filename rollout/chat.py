@@ -16,17 +16,18 @@ from collections.abc import Callable, Sequence
 from itertools import product
 from typing import Any, NamedTuple
 
-from cotutor.rollout.problems import DataError
-from cotutor.rollout.prompts import Message, PromptSet, reprompt_messages, strip_thinking
-from cotutor.rollout.trajectory import Problem
 from jinja2.exceptions import TemplateError
 from tokenizers import Tokenizer
 
+from cotutor.rollout.problems import DataError
+from cotutor.rollout.prompts import Message, PromptSet, reprompt_messages, strip_thinking
+from cotutor.rollout.trajectory import Problem
+
 _TEMPLATE_OPTION = "--students.N.chat-template"
-# White space around a placeholder, and what is left of it when a template strips all of it, only
-# line breaks, or nothing. The two sides differ, so that they can be told apart.
-_LEFT = {"\n\t\n": None, "\t\n": "\n", "": " \t\r\n\v\f"}
-_RIGHT = {"\n \n": None, "\n ": "\n", "": " \t\r\n\v\f"}
+# White space around a placeholder as a template may leave it, and what to strip off a content then
+# (None: all white space). The two sides differ, so that they can be told apart.
+_LEFT = {"\n\t\n": "", "\t\n": "\n", "": None}
+_RIGHT = {"\n \n": "", "\n ": "\n", "": None}
 
 
 class ChatError(DataError):
@@ -48,11 +49,7 @@ class _Rendered:
         """The text with the contents in place."""
         text = [self.parts[0]]
         for content, part, (left, right) in zip(contents, self.parts[1:], self.strips, strict=True):
-            if left is not None:
-                content = content.lstrip(left)
-            if right is not None:
-                content = content.rstrip(right)
-            text += [content, part]
+            text += [content.lstrip(left).rstrip(right), part]
         return "".join(text)
 
 
@@ -82,9 +79,10 @@ class Chat:
         self._tokenizer = tokenizer
         self._options = {} if thinking is None else {"enable_thinking": thinking}
         self._secret = secrets.token_hex(8)
-        self._encoder, self._names = _rename_added_tokens(backend, self._secret)
+        self._encoder, self._names, unknown = _rename_added_tokens(backend, self._secret)
         self._ids = {name: self._encoder.token_to_id(name) for name in self._names.values()}
-        self._added = frozenset(self._ids.values())
+        # A model without byte fallback may have to say "unknown" in a content.
+        self._added = frozenset(self._ids.values()) - {unknown}
         longest_first = sorted(self._names, key=len, reverse=True)
         self._any_name = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
         self._cache: dict[tuple[tuple[str, ...], bool], _Rendered] = {}
@@ -186,10 +184,10 @@ class Chat:
         bare = self._split(roles, generate, "", "")
         padded = self._split(roles, generate, next(iter(_LEFT)), next(iter(_RIGHT)))
         # padded[n] = what is left of content n − 1's right pad + bare[n] + content n's left pad.
-        strips: list[list[str | None]] = [[None, None] for _ in roles]
+        strips: list[list[str | None]] = [["", ""] for _ in roles]
         for n, (part, wide) in enumerate(zip(bare, padded, strict=True)):
-            rights = _RIGHT if n > 0 else {"": None}
-            lefts = _LEFT if n < len(roles) else {"": None}
+            rights = _RIGHT if n > 0 else {"": ""}
+            lefts = _LEFT if n < len(roles) else {"": ""}
             fits = [
                 (right, left)
                 for right, left in product(rights, lefts)
@@ -229,8 +227,9 @@ class Chat:
     def _encode_rendered(self, rendered: _Rendered, contents: Sequence[str]) -> list[int]:
         ids = self.encode(rendered.fill(contents))
         secret = re.compile(f"\ue000{self._secret}n[0-9]+\ue001")
-        wanted = [self._ids[name] for part in rendered.parts for name in secret.findall(part)]
-        assert [i for i in ids if i in self._added] == wanted, "a content became an added token"
+        named = [self._ids[name] for part in rendered.parts for name in secret.findall(part)]
+        structure = [i for i in ids if i in self._added]
+        assert structure == [i for i in named if i in self._added], "a content became a token"
         return ids
 
     def _find_end_id(self) -> int | None:
@@ -249,8 +248,8 @@ class Chat:
         )
 
 
-def _rename_added_tokens(backend: Any, secret: str) -> tuple[Tokenizer, dict[str, str]]:
-    """A copy of a tokenizer whose added tokens have secret names, and the names by content.
+def _rename_added_tokens(backend: Any, secret: str) -> tuple[Tokenizer, dict[str, str], int | None]:
+    """A copy of a tokenizer whose added tokens have secret names; the names by content; unknown.
 
     Added tokens of nothing but white space keep theirs: they are spelling, not structure.
     """
@@ -266,6 +265,9 @@ def _rename_added_tokens(backend: Any, secret: str) -> tuple[Tokenizer, dict[str
         model["vocab"] = {names.get(text, text): i for text, i in model["vocab"].items()}
     else:  # unigram: [text, score] by id
         model["vocab"] = [[names.get(text, text), score] for text, score in model["vocab"]]
+    unknown = model.get("unk_id")
+    if model.get("unk_token") is not None:
+        unknown = backend.token_to_id(model["unk_token"])
     if model.get("unk_token") in names:
         model["unk_token"] = names[model["unk_token"]]
     if "merges" in model:
@@ -278,7 +280,7 @@ def _rename_added_tokens(backend: Any, secret: str) -> tuple[Tokenizer, dict[str
     for content, name in names.items():
         if encoder.token_to_id(name) != backend.token_to_id(content):
             raise ChatError(f"the added token {content!r} has an id out of order in tokenizer.json")
-    return encoder, names
+    return encoder, names, unknown
 
 
 def fit_reprompt(
