@@ -43,31 +43,17 @@ from .common import (
     invalid,
     resolve_backend,
 )
-from .segments import check_id_tensor, check_ids, segment_sums_torch
-
-LEVELS = ("token", "turn", "sequence", "geometric")
-ACTIONS = ("truncate", "clip", "mask", "reject")
-
-# A sum over tokens, or over sequences (the last two), each with its count.
-TOKEN_STATS = (
-    "weight",
-    "weight_squared",
-    "keep",
-    "above",
-    "below",
-    "abs_log_ratio",
-    "kl_k1",
-    "kl_k2",
-    "kl_k3",
-    "chi2_token",
-    "logprob",
-    "rollout_logprob",
+from .importance_rule import (
+    ACTIONS,
+    LEVELS,
+    MAX_LOG_RATIO,
+    STATS,
+    TOKEN_STATS,
+    Rule,
+    weigh_torch,
+    weigh_triton,
 )
-SEQUENCE_STATS = ("chi2_sequence", "dropped_sequences")
-STATS = TOKEN_STATS + SEQUENCE_STATS
-
-# Cap on log r inside the statistics: exp(2 · 40) times a million tokens is finite in float64.
-MAX_LOG_RATIO = 40.0
+from .segments import check_id_tensor, check_ids
 
 
 class ImportanceStats(NamedTuple):
@@ -224,138 +210,6 @@ def importance_weights_reference(
     )
 
 
-class _Rule(NamedTuple):
-    """The call's scalars; the bounds in log space, where they are compared."""
-
-    level: str
-    action: str
-    upper: float
-    lower: float
-    veto: float | None
-    num_turns: int
-    num_sequences: int
-
-    @property
-    def log_upper(self) -> float:
-        return math.log(self.upper)
-
-    @property
-    def log_lower(self) -> float:
-        return math.log(self.lower) if self.lower > 0 else -math.inf
-
-    @property
-    def log_veto(self) -> float:
-        return -math.inf if self.veto is None else math.log(self.veto)
-
-    @property
-    def drops(self) -> bool:
-        return self.action == "reject" or self.veto is not None
-
-
-def _level_values(d: Tensor, turns: Tensor, per_sequence: Tensor, here: Tensor, rule: _Rule):
-    """v (N,) float32 of every token; `turns` has −1 and `here` any slot where masked."""
-    if rule.level == "token":
-        return d
-    if rule.level == "turn":
-        sums = segment_sums_torch(d, turns, rule.num_turns)
-        return sums[turns.clamp_min(0).long()].float()
-    v = per_sequence[0]
-    if rule.level == "geometric":
-        v = v / per_sequence[1].clamp_min(1)
-    return v[here].float()
-
-
-def _weigh(v: Tensor, rule: _Rule) -> Tensor:
-    """exp(v) within the bounds; exactly `upper` or `lower` at and beyond them."""
-    if rule.action not in ("truncate", "clip"):
-        return v.exp()
-    weights = v.clamp_max(rule.log_upper).exp().clamp_max(rule.upper)
-    weights = torch.where(v >= rule.log_upper, rule.upper, weights)
-    if rule.action == "clip" and rule.lower > 0:
-        weights = torch.where(v <= rule.log_lower, rule.lower, weights.clamp_min(rule.lower))
-    return weights
-
-
-def _statistics_torch(
-    d: Tensor,
-    v: Tensor,
-    weights: Tensor,
-    keep: Tensor,
-    trained: Tensor,
-    logprobs: Tensor,
-    rollout_logprobs: Tensor,
-    rule: _Rule,
-) -> list[Tensor]:
-    """Per-token terms in the order of `TOKEN_STATS`, (N,) each; masked tokens have d = 0."""
-    r = d.clamp_max(MAX_LOG_RATIO).exp()
-    return [
-        weights,
-        weights * weights,
-        keep,
-        trained & (v > rule.log_upper),
-        trained & (v < rule.log_lower),
-        d.abs(),
-        -d,
-        d * d / 2,
-        r - 1 - d,
-        r * r - 1,
-        logprobs,
-        rollout_logprobs,
-    ]
-
-
-def _importance_torch(
-    logprobs: Tensor,
-    rollout_logprobs: Tensor,
-    turn_ids: Tensor | None,
-    sequence_ids: Tensor | None,
-    rule: _Rule,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Return weights, keep (N,), sums, counts (len(STATS),) and the extremes (2,)."""
-    trained = torch.ones_like(logprobs, dtype=torch.bool)
-    for ids in (turn_ids, sequence_ids):
-        if ids is not None:
-            trained = trained & (ids >= 0)
-    logprobs = torch.where(trained, logprobs.float(), 0)
-    rollout_logprobs = torch.where(trained, rollout_logprobs.float(), 0)
-    d = logprobs - rollout_logprobs
-    turns = torch.where(trained, 0 if turn_ids is None else turn_ids, -1)
-    sequences = torch.where(trained, 0 if sequence_ids is None else sequence_ids, -1)
-    here = sequences.clamp_min(0).long()
-
-    size = rule.num_sequences
-    per_sequence = torch.stack(
-        [segment_sums_torch(x, sequences, size) for x in (d, torch.ones_like(d))]
-    )
-    v = _level_values(d, turns, per_sequence, here, rule)
-    outside = (v > rule.log_upper) | (v < rule.log_lower)
-    dropped = torch.zeros(size, dtype=torch.bool, device=d.device)
-    keep = trained
-    if rule.drops:
-        bad = d < rule.log_veto
-        if rule.action == "reject":
-            bad = bad | outside
-        dropped = segment_sums_torch(bad.float(), sequences, size) > 0
-        keep = keep & ~dropped[here]
-    if rule.action == "mask":
-        keep = keep & ~outside
-    weights = torch.where(keep, _weigh(v, rule), 0)
-
-    terms = _statistics_torch(d, v, weights, keep, trained, logprobs, rollout_logprobs, rule)
-    present = per_sequence[1] > 0
-    chi2 = (2 * per_sequence[0]).clamp_max(2 * MAX_LOG_RATIO).exp() - 1
-    sums = [term.double().sum() for term in terms]
-    counts = [trained.double().sum()] * len(TOKEN_STATS)
-    sums += [torch.where(present, chi2, 0).sum(), dropped.double().sum()]
-    counts += [present.double().sum()] * len(SEQUENCE_STATS)
-    if sequence_ids is None:
-        sums[-2:] = counts[-2:] = [torch.zeros_like(sums[0])] * 2
-    inf = torch.full((1,), torch.inf, device=d.device)
-    low = torch.cat([inf, torch.where(trained, weights, torch.inf)]).amin()
-    high = torch.cat([inf.new_zeros(1), weights]).amax()
-    return weights, keep, torch.stack(sums), torch.stack(counts), torch.stack([low, high])
-
-
 @torch.library.custom_op("cotutor::importance_weights", mutates_args=())
 def _importance_op(
     logprobs: Tensor,
@@ -377,9 +231,10 @@ def _importance_op(
     ):
         if ids is not None:
             check_ids("importance_weights", name, ids, size)
-    rule = _Rule(level, action, upper, lower, veto, num_turns, num_sequences)
+    rule = Rule(level, action, upper, lower, veto, num_turns, num_sequences)
+    weigh = weigh_triton if backend == "triton" else weigh_torch
     with autocast_off(logprobs.device):
-        return _importance_torch(logprobs, rollout_logprobs, turn_ids, sequence_ids, rule)
+        return weigh(logprobs, rollout_logprobs, turn_ids, sequence_ids, rule)
 
 
 @_importance_op.register_fake

@@ -16,7 +16,7 @@ from cotutor.kernels.importance_weights import (
     importance_weights_reference,
 )
 
-BACKENDS = ["torch"]
+BACKENDS = ["torch", "triton"]
 
 
 def batch(rows=4, length=9, spread=0.7, seed=0):
@@ -101,6 +101,36 @@ def test_any_order_of_ids(backend, size, seed, level, action, dtype, normalize):
     }
     got = importance_weights(logprobs, rollout, backend=backend, **options)
     assert_same(got, importance_weights_reference(logprobs, rollout, **options))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("order", ["packed", "shuffled"])
+@pytest.mark.parametrize("level", LEVELS)
+def test_more_tokens_than_a_block(backend, order, level):
+    generator = torch.Generator().manual_seed(3)
+    size = 1300
+    rollout = -torch.rand(size, generator=generator) * 3
+    logprobs = rollout + 0.4 * torch.randn(size, generator=generator)
+    turns = torch.arange(size) * 40 // size
+    sequences = turns // 5
+    turns[::3] = -1
+    if order == "shuffled":
+        shuffle = torch.randperm(size, generator=generator)
+        turns, sequences = turns[shuffle], sequences[shuffle]
+    options = {
+        "turn_ids": turns,
+        "sequence_ids": sequences,
+        "level": level,
+        "action": "reject",
+        "upper": 40.0 if level in ("turn", "sequence") else 2.5,
+        "num_turns": 40,
+        "num_sequences": 8,
+    }
+    got = importance_weights(logprobs, rollout, backend=backend, **options)
+    want = importance_weights_reference(logprobs, rollout, **options)
+    torch.testing.assert_close(got.weights.double(), want.weights, rtol=2e-5, atol=0)
+    assert torch.equal(got.keep, want.keep)
+    torch.testing.assert_close(got.stats.sums, want.stats.sums, rtol=1e-4, atol=1e-3)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -7,6 +7,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from cotutor.kernels.common import TRITON_INTERPRETED
 from cotutor.kernels.token_logprobs import TokenLogprobs, token_logprobs, token_logprobs_reference
 
 BACKENDS = ["torch", "triton"]
@@ -39,7 +40,7 @@ def plain(logits, targets, *, turn_ids=None, temperature=1.0, entropy=False, num
     tau = torch.as_tensor(temperature, dtype=torch.float32).expand(targets.shape)[:, None]
     log_p = (logits.float() / tau).log_softmax(-1)
     logprobs = log_p.gather(1, targets[:, None])[:, 0]
-    entropies = -(log_p.exp() * log_p).sum(1)
+    entropies = -(log_p.exp() * log_p.masked_fill(log_p == -math.inf, 0)).sum(1)
     if turn_ids is None:
         return TokenLogprobs(logprobs, entropies if entropy else None, None, None)
     logprobs, entropies = logprobs * (turn_ids >= 0), entropies * (turn_ids >= 0)
@@ -251,6 +252,54 @@ class TestInputsThatBrokeOthers:
         total(a).backward()
         compiled(b).backward()
         assert torch.equal(a.grad, b.grad)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("vocab", [4096, 9000, 12415])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_longer_than_a_block(vocab, dtype, backend, assert_as_exact_as):
+    logits, targets, turns, upstream = problem(3, vocab, dtype)
+    logits[0, :5000] = -math.inf  # a whole block without a finite logit
+    targets[0] = vocab - 1
+    logits[0, -1] = 3.0
+    turns[0] = 1
+    compare(
+        assert_as_exact_as,
+        logits,
+        targets,
+        upstream,
+        backend,
+        entropy=vocab != 4096,
+        turn_ids=turns,
+        num_turns=3,
+    )
+
+
+@pytest.mark.skipif(not torch.cuda.is_available() and not TRITON_INTERPRETED, reason="no Triton")
+@pytest.mark.parametrize("what", ["statistics", "gradient"])
+def test_offsets_pass_two_to_the_31(what):
+    """Rows 2³⁰ elements apart: the third one's offset does not fit 32 bits."""
+    from cotutor.kernels.logprob_rows import Rows
+    from cotutor.kernels.triton_logprobs import chunk_gradient, chunk_statistics
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    torch.utils.deterministic.fill_uninitialized_memory = False  # touches only what is written
+    try:
+        memory = torch.empty((2 << 30) + 64, dtype=torch.float16, device=device)
+    finally:
+        torch.utils.deterministic.fill_uninitialized_memory = True
+    far = memory.as_strided((3, 50), (1 << 30, 1))
+    far.copy_(problem(3, 50)[0])
+    near = far.clone()
+    rows = Rows(torch.tensor([3, 0, 49], device=device), None, 1.0, None)
+    want = chunk_statistics(near, rows, entropy=True)
+    if what == "statistics":
+        assert torch.equal(chunk_statistics(far, rows, entropy=True), want)
+        return
+    upstream = torch.tensor([[1.0, 2.0, 3.0], [0.5, 0.1, 0.2]], device=device)
+    chunk_gradient(near, rows, want, *upstream, near)
+    chunk_gradient(far, rows, want, *upstream, far)
+    assert torch.equal(far, near)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
