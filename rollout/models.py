@@ -8,8 +8,11 @@ from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.utils import logging as transformers_logging
 
 _PACKAGE = "package:"
+# Its bars would break the one live line of a run, and say nothing that the run doesn't.
+transformers_logging.disable_progress_bar()
 
 
 class ModelError(ValueError):
@@ -59,7 +62,9 @@ def load_tokenizer(model: str, chat_template: str = "") -> Any:
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, **kwargs)
     except Exception as error:
-        raise ModelError(f"model {model}: its tokenizer can't be loaded ({_line(error)})") from error
+        raise ModelError(
+            f"model {model}: its tokenizer can't be loaded ({_line(error)})"
+        ) from error
     if chat_template:
         try:
             tokenizer.chat_template = Path(chat_template).read_text(encoding="utf-8")

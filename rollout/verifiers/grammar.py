@@ -125,7 +125,7 @@ class _Parser(Levels):
         while self.accept("'"):
             text += "'"
         follows = self.peek()
-        if text in ("e", "i") and not self.sympy_names:
+        if text in ("e", "i"):
             return ("const", text)
         if follows[1] == "(" and (self.whole_names or text[:1] in "fghFGHPWQRT"):
             self.take()

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from . import math_answers, multiple_choice, numeric, plain_text
+from . import expressions, math_answers, multiple_choice, numeric, plain_text, unit_tests
 from .verdict import Verdict
 
 # Judged in the calling process, with nothing between: string scans that are linear in a bounded
@@ -33,18 +33,20 @@ def verify(kind: str, gold: str, text: str, **options: Any) -> Verdict:
         return multiple_choice.judge(gold, text, **options)
     if kind == "text":
         return plain_text.judge(gold, text, **options)
+    if kind == "expression":
+        return expressions.judge(gold, text, **options)
     if kind == "math":
         return math_answers.judge(gold, text, **options)
     if kind == "numeric":
         return numeric.judge(gold, text, **options)
-    if kind in KINDS:
-        raise NotImplementedError(f"kind {kind!r} is not there yet")
+    if kind == "code":
+        return unit_tests.judge(gold, text, **options)
     raise ValueError(f"kind must be one of {', '.join(KINDS)}, got {kind!r}")
 
 
 def warm_up() -> None:
     """Import the libraries that the kinds load lazily, so that no answer waits for them."""
-    import math_verify  # noqa: F401
-    import sympy  # noqa: F401
+    import math_verify  # type: ignore[import-untyped]  # noqa: F401
+    import sympy  # type: ignore[import-untyped]  # noqa: F401
 
     verify("math", "2", r"\boxed{\sqrt{4}}")

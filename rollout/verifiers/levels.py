@@ -229,7 +229,8 @@ class Levels:
         """Return the raw text of the group that starts at token `at`, and where it ends."""
         if at >= len(self.tokens) or self.tokens[at][1] != "{":
             return (self.tokens[min(at, len(self.tokens) - 1)][1], at + 1)
-        words, depth = [], 0
+        depth = 0
+        words: list[str] = []
         for end in range(at, len(self.tokens)):
             text, spaced = self.tokens[end][1:]
             depth += (text == "{") - (text == "}")

@@ -186,7 +186,7 @@ def _by_words(gold: str, answer: str) -> bool | None:
 def _by_math_verify(gold: str, answer: str, precision: int | None) -> bool | None:
     if max(len(gold), len(answer)) > _MATH_VERIFY_CHARS or _TOO_BIG.search(answer):
         return None
-    from math_verify import LatexExtractionConfig
+    from math_verify import LatexExtractionConfig  # type: ignore[import-untyped]
     from math_verify import parse as read
     from math_verify import verify as equal
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
 
-from . import frames
+from .inside import wire as frames
 from .judging import INLINE_KINDS, KINDS, verify
 from .verdict import Verdict, unjudged
 

@@ -33,7 +33,11 @@ _WORD = re.compile(r"(?<!\\)\b[A-Za-z]{3,}\b")
 _SHORT_WORDS = re.compile(
     r"(?<![\\A-Za-z])(?:is|of|in|to|we|so|it|at|by|as|be|he|if|on|an|no)(?![A-Za-z])"
 )
-_KNOWN_WORDS = FUNCTIONS.keys() | GREEK | {"and", "inf", "infinity", "True", "False"}
+_KNOWN_WORDS = (
+    FUNCTIONS.keys()
+    | GREEK
+    | {*("and", "inf", "infinity", "True", "False", "Piecewise", "Integral")}
+)
 _TEXT_GROUP = re.compile(
     r"\\(?:text|mbox|textbf|textrm|mathrm|operatorname|begin|end)\*?\{[^{}]*\}"
 )

@@ -264,7 +264,7 @@ def _same_union(gold: Node, answer: Node, rules: Rules) -> bool | None:
     parts = [_union_parts(n) for n in (gold, answer)]
     if len(parts[0]) != len(parts[1]):
         return None
-    decided = _matched(*parts, lambda g, a: same(g, a, rules))
+    decided = _matched(parts[0], parts[1], lambda g, a: same(g, a, rules))
     return True if decided else None  # other pieces may make the same set
 
 

@@ -103,7 +103,7 @@ def _exact_call(node: Node) -> Fraction | None:
 @lru_cache(maxsize=1)
 def context() -> Any:
     """Return this module's own mpmath context (importing mpmath takes a tenth of a second)."""
-    import mpmath
+    import mpmath  # type: ignore[import-untyped]
 
     return mpmath.mp.clone()
 
@@ -294,7 +294,7 @@ class Evaluator:
         spelled |= {"log10": "log", "log2": "log", "gcd": "nan", "lcm": "nan"}
         if name in ("log10", "log2"):
             values.append(mp.mpf(10 if name == "log10" else 2))
-        function = getattr(mp, spelled.get(name, name))
+        function = getattr(mp, spelled.get(str(name), str(name)))
         try:
             return function(*values)
         except (TypeError, ValueError) as error:

@@ -11,13 +11,12 @@ import dataclasses
 import math
 import os
 import resource
-import select
 import signal
 import sys
 import time
 from typing import Any
 
-from . import frames
+from .inside import wire as frames
 from .judging import verify, warm_up
 from .verdict import Verdict, unjudged
 
@@ -52,7 +51,7 @@ def main() -> None:
 
 def _wait_for_job(fd: int, parent: int) -> bool:
     """Wait for a job; False when the parent has gone, even if others hold its end of the pipe."""
-    while not select.select([fd], [], [], _PARENT_CHECK_S)[0]:
+    while not frames.wait_readable(fd, _PARENT_CHECK_S):
         if os.getppid() != parent:
             return False
     return True

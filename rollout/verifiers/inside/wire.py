@@ -1,7 +1,7 @@
-"""Length-prefixed JSON messages between the pool, its supervisors and their workers.
+"""Length-prefixed JSON messages between the pool, its supervisors, their workers and the sandbox.
 
-JSON and not pickle, because a worker that a hostile answer took over must not be able to run
-anything in the process that reads its verdict.
+JSON and not pickle, because a process that a hostile answer took over must not be able to run
+anything in the process that reads its messages.
 """
 
 import json
@@ -58,12 +58,19 @@ def receive(fd: int, deadline: float | None = None, limit: int = MAX_FRAME_BYTES
         raise FrameError("message is not JSON") from error
 
 
+def wait_readable(fd: int, seconds: float) -> bool:
+    """Wait until a pipe has something to read or has closed; any descriptor number."""
+    poll = select.poll()
+    poll.register(fd, select.POLLIN)
+    return bool(poll.poll(max(0.0, seconds) * 1000))
+
+
 def _read(fd: int, count: int, deadline: float | None) -> bytes:
     parts = []
     while count:
         if deadline is not None:
             left = deadline - time.monotonic()
-            if left <= 0 or not select.select([fd], [], [], left)[0]:
+            if left <= 0 or not wait_readable(fd, left):
                 raise FrameTimeout
         part = os.read(fd, min(count, 1 << 20))
         if not part:

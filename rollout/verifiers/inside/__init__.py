@@ -1,0 +1,1 @@
+"""What runs inside the sandbox: standard library only, imported there without this package."""
