@@ -115,12 +115,16 @@ def make_micro_batch(
         flat = [b * width + n for b, starts in enumerate(teacher_starts) for n in starts]
         teacher_row_index = tensor(flat, torch.int64)
     return MicroBatch(
-        _pad(inputs).to(device), tensor(row_index, torch.int64), rows, teacher_ids, teacher_row_index
+        _pad(inputs).to(device),
+        tensor(row_index, torch.int64),
+        rows,
+        teacher_ids,
+        teacher_row_index,
     )
 
 
 def empty_micro_batch(teacher: bool, temperature: float, device: torch.device) -> MicroBatch:
-    """One padding token whose row is not trained: a rank without work still meets every collective."""
+    """One token that is not trained, so that a rank without work meets every collective."""
     ids = torch.zeros(1, 1, dtype=torch.int64, device=device)
     index = torch.zeros(1, dtype=torch.int64, device=device)
     zero = torch.zeros(1, device=device)

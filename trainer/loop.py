@@ -23,8 +23,7 @@ from cotutor.rollout.chat import fit_reprompt
 from cotutor.rollout.engine import Engine, Sampling, request_seed
 from cotutor.rollout.trajectory import Problem, Trajectory
 from cotutor.rollout.verifiers import VerifierPool
-from cotutor.trainer.algos.base import Algorithm, Heads, LossSums, Phase, StepContext, Tutor
-from cotutor.trainer.batch import empty_micro_batch, make_micro_batch, plan_micro_batches
+from cotutor.trainer.algos.base import Algorithm, Phase, StepContext, Tutor
 from cotutor.trainer.collect import (
     ask_tutor,
     given_solutions,
@@ -39,6 +38,7 @@ from cotutor.trainer.policy import Policy
 from cotutor.trainer.problem_sets import ProblemSets, Sampler, curriculum_problems
 from cotutor.trainer.progress import Progress
 from cotutor.trainer.run_folder import RunFolder
+from cotutor.trainer.step import accumulate_gradients, loss_metrics, rollout_counts
 from cotutor.trainer.students import Student, release
 from cotutor.trainer.world import World
 
@@ -51,7 +51,7 @@ class Stopped(Exception):
 
 @dataclass
 class RunState:
-    """All that a resumed run must know besides the sharded weights. Paths are relative to the run."""
+    """All that a resumed run must know besides the sharded weights; paths are the run folder's."""
 
     step: int = 0  # optimizer steps of all students so far
     phase: int = 0  # index into the schedule
@@ -126,8 +126,9 @@ class Run:
         engine = self._student_engine(student, policy)
         tutors, tutor_engines = self._tutors(phase)
         sampler, total_steps, done_before = self._student_schedule(phase)
+        index = self.state.phase
         try:
-            while self.state.step_in_phase < phase.steps:
+            while self.state.phase == index:
                 own_step = done_before + self.state.step_in_phase
                 lr = self.algorithm.learning_rate(own_step, total_steps)
                 problems = sampler.step(own_step)
@@ -166,7 +167,7 @@ class Run:
             if engine is not None:
                 engine.load_weights(policy.full_tensors())
         totals = self.world.sum(
-            {**counts, **{f"cut/{k}": v for k, v in cut.items()}, **_rollout_counts(rollouts)}
+            {**counts, **{f"cut/{k}": v for k, v in cut.items()}, **rollout_counts(rollouts)}
         )
         for name, value in totals.items():
             if name.startswith("feedback/"):
@@ -245,7 +246,7 @@ class Run:
         sums, has_signal = accumulate_gradients(
             policy, self.algorithm, rollouts, self.config, self.world
         )
-        metrics = _loss_metrics(sums)
+        metrics = loss_metrics(sums)
         if self.algorithm.on_policy and has_signal:
             self._canary(policy, metrics)
         if not has_signal:
@@ -256,7 +257,9 @@ class Run:
 
     def _canary(self, policy: Policy, metrics: dict[str, float]) -> None:
         """The engine's log-probs of this step's rollouts must be the trainer's own."""
-        threshold = self.config.policy.canary_max_mean_diff or _CANARY_THRESHOLD[policy.compute_dtype]
+        threshold = (
+            self.config.policy.canary_max_mean_diff or _CANARY_THRESHOLD[policy.compute_dtype]
+        )
         difference = metrics.get("canary_mean_abs_diff", 0.0)
         if not difference <= threshold:
             raise RuntimeError(
@@ -325,7 +328,9 @@ class Run:
                     peer.name,
                     gate["cognizant"][peer.name],
                     frozenset(gate["best_domains"][peer.name]),
-                    _writer(engine, peer, self.config, self.algorithm.config.feedback == "anchored"),
+                    _writer(
+                        engine, peer, self.config, self.algorithm.config.feedback == "anchored"
+                    ),
                 )
             )
         return tutors, engines
@@ -463,88 +468,6 @@ class Run:
         step = self.state.step
         parts = self.world.gather([record(r, student, step) for r in rollouts])
         self.folder.rollouts(step, [line for part in parts for line in part])
-
-
-def accumulate_gradients(
-    policy: Policy,
-    algorithm: Algorithm,
-    rollouts: Sequence[Trajectory],
-    config: Config,
-    world: World,
-) -> tuple[dict[str, float], bool]:
-    """Add the gradient of the step's loss to the policy, over all micro-batches of all ranks.
-
-    The denominator counts every rollout (or token) of every rank before the first micro-batch, so
-    that neither their number nor their cut changes the gradient. All ranks run equally many.
-    Returns metric sums over all ranks, and False if no token of any rank is trained.
-    """
-    weights = [algorithm.row_weights(r) for r in rollouts]
-    tokens = sum(len(r.response_ids()) for r in rollouts)
-    counts = world.sum({"sequences": len(rollouts), "tokens": tokens})
-    denominator = max(1.0, counts[algorithm.denominator])
-    plan = plan_micro_batches(rollouts, weights, config.policy.micro_batch_tokens)
-    n_micro_batches = max(world.gather(len(plan)))
-    has_teacher = algorithm.teacher is not None
-    temperature = config.rollout.temperature if algorithm.on_policy else 1.0
-    chunk_rows = config.policy.logits_chunk_rows or None
-    # FSDP averages gradients over the ranks; the loss is a sum over them.
-    scale = world.size / denominator
-    sums: dict[str, torch.Tensor] = {}
-    for n in range(n_micro_batches):
-        if n < len(plan):
-            members = [rollouts[i] for i in plan[n]]
-            batch = make_micro_batch(members, algorithm.row_weights, temperature, world.device)
-        else:
-            batch = empty_micro_batch(has_teacher, temperature, world.device)
-        teacher_hidden = teacher_weight = None
-        if batch.teacher_ids is not None and batch.teacher_row_index is not None:
-            teacher_hidden, teacher_weight = policy.teach(batch.teacher_ids, batch.teacher_row_index)
-
-        def loss(
-            hidden: torch.Tensor,
-            weight: torch.Tensor,
-            batch: Any = batch,
-            teacher: Any = (teacher_hidden, teacher_weight),
-        ) -> LossSums:
-            sums = algorithm.loss(Heads(hidden, weight, *teacher, chunk_rows), batch.rows)
-            return LossSums(sums.loss * scale, {**sums.sums, "loss": sums.loss.detach() / denominator})
-
-        result = policy.score(batch.ids, batch.row_index, loss)
-        result.loss.backward()
-        for name, value in result.sums.items():
-            sums[name] = sums.get(name, torch.zeros((), device=world.device)) + value
-    local = {name: float(value) for name, value in sums.items()}
-    return world.sum(local), n_micro_batches > 0
-
-
-def _loss_metrics(sums: dict[str, float]) -> dict[str, float]:
-    """Means of the summed metrics over the tokens they were summed over."""
-    sampled = max(1.0, sums.get("sampled_rows", 0.0))
-    taught = max(1.0, sums.get("rows_with_teacher", 0.0))
-    metrics = {"loss": sums.get("loss", 0.0)}
-    for name, denominator, label in (
-        ("abs_logprob_diff", sampled, "canary_mean_abs_diff"),
-        ("k3", sampled, "canary_k3"),
-        ("entropy", sampled, "entropy"),
-        ("jsd", taught, "jsd"),
-        ("student_topk_mass", taught, "student_topk_mass"),
-        ("teacher_topk_mass", taught, "teacher_topk_mass"),
-    ):
-        if name in sums:
-            metrics[label] = sums[name] / denominator
-    return metrics
-
-
-def _rollout_counts(rollouts: Sequence[Trajectory]) -> dict[str, float]:
-    return {
-        "rollouts": len(rollouts),
-        "reward": sum(r.reward for r in rollouts),
-        "truncated": sum(r.finish_reason == "length" for r in rollouts),
-        "no_answer": sum(r.status == "no_answer" for r in rollouts),
-        "timed_out": sum(r.status == "timed_out" for r in rollouts),
-        "response_tokens": sum(len(r.response_ids()) for r in rollouts),
-        "prompt_tokens": sum(r.turns[0].stop for r in rollouts),
-    }
 
 
 def _writer(

@@ -1,4 +1,4 @@
-"""The command line: `torchrun trainer/main.py --algo opcod [--config PRESET] [--section.key value]`.
+"""The command line: `torchrun trainer/main.py --algo NAME [--config PRESET] [--section.key value]`.
 
 Exit codes: 0 done, or stopped by a signal after saving; 1 a failure; 2 a user's mistake, told in
 one sentence.
@@ -85,7 +85,7 @@ def _command_line(config: Config, arguments: Sequence[str]) -> Config:
                 default=config,
                 args=list(arguments),
                 prog="trainer/main.py",
-                description="Train, evaluate or plan. --config PRESET and --baselines A,B come first.",
+                description="Also: --config PRESET (TOML), --baselines A,B or none.",
             )
     except SystemExit as exit_:
         if exit_.code in (0, None):

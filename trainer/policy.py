@@ -16,7 +16,10 @@ from typing import Any, Literal, TypeVar
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    get_optimizer_state_dict,
+    set_optimizer_state_dict,
+)
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
@@ -40,7 +43,7 @@ class Scorer(nn.Module):
         row_index: torch.Tensor,
         function: Callable[[torch.Tensor, torch.Tensor], T],
     ) -> T:
-        """ids (B, L) → function(hidden (N, D) at the flattened positions row_index, head (V, D))."""
+        """ids (B, L) → function(hidden (N, D) at the flat positions row_index, head (V, D))."""
         hidden = self.model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state
         rows = hidden.reshape(-1, hidden.shape[-1]).index_select(0, row_index)
         return function(rows, self.model.get_output_embeddings().weight)
@@ -120,7 +123,9 @@ class Policy:
         return self.student(ids, row_index, function)
 
     @torch.no_grad()
-    def teach(self, ids: torch.Tensor, row_index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def teach(
+        self, ids: torch.Tensor, row_index: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """The teacher's hidden states (N, D) and head (V, D); valid until `end_of_step`."""
 
         def both(hidden: torch.Tensor, weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -175,14 +180,14 @@ class Policy:
             torch._foreach_lerp_(targets, sources, rate)
 
     def restart_teacher(self) -> None:
-        """Begin a phase: an EMA teacher starts from the student's weights (the others don't move)."""
+        """Begin a phase: an EMA teacher starts from the student's weights (others don't move)."""
         if self.teacher_kind == "ema":
             self._move_teacher(1.0)
 
     # --- ways out -------------------------------------------------------------------------------
 
     def full_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Stream (Hugging Face name, whole tensor in the compute dtype), LoRA merged; collective."""
+        """Stream (Hugging Face name, whole tensor, compute dtype), LoRA merged; collective."""
         state = self.student.model.state_dict()
         for name, parameter in state.items():
             if ".lora_" in name:

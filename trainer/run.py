@@ -107,9 +107,7 @@ def _one(
     folder = RunFolder(path, world.main)
     folder.start(to_toml(config), describe_environment(), resume=occupied)
     world.barrier()
-    current = Run(
-        config, make_algorithm(config), students, problems, world, folder, start_scores
-    )
+    current = Run(config, make_algorithm(config), students, problems, world, folder, start_scores)
     resumed = current.resume() if config.resume else False
     if world.main and config.resume:
         print(
@@ -186,9 +184,9 @@ def _blind_keys(problems: ProblemSets, student: str, domain: str) -> list[str]:
 def _opening_line(config: Config, world: World, problems: ProblemSets) -> str:
     device = torch.cuda.get_device_name() if world.device.type == "cuda" else "CPU"
     kernels = "Triton kernels" if world.device.type == "cuda" else "PyTorch kernels"
+    sets = (problems.train, problems.validation, problems.test)
     counts = ", ".join(
-        f"{d} {len(problems.train.get(d, ()))}/{len(problems.validation[d])}/{len(problems.test[d])}"
-        for d in problems.test
+        f"{d} " + "/".join(str(len(s.get(d, ()))) for s in sets) for d in problems.test
     )
     notes = json.dumps({k: v for k, v in problems.notes.items() if v})
     return (

@@ -12,8 +12,8 @@ from cotutor.rollout.chat import Chat
 from cotutor.rollout.engine import Engine
 from cotutor.rollout.engine_transformers import TransformersEngine
 from cotutor.rollout.models import load_model, load_tokenizer
-from cotutor.rollout.tasks import TINY
 from cotutor.rollout.prompts import FULL, PromptSet
+from cotutor.rollout.tasks import TINY
 from cotutor.trainer.config import Config, StudentConfig
 from cotutor.trainer.policy import compute_dtype
 from cotutor.trainer.world import World

@@ -42,7 +42,7 @@ class StepContext:
     """What `annotate` may use besides the rollouts.
 
     `reprompt(problem, demonstration, feedback)` renders the teacher's prompt within its budget and
-    counts what it cut; `seed(purpose, *key)` is a 63-bit function of (run seed, step, purpose, key).
+    counts what it cut; `seed(*key)` is a 63-bit function of (run seed, step, key).
     """
 
     step: int

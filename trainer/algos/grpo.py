@@ -57,7 +57,10 @@ class GRPOConfig:
         require(0 <= self.clip_low < 1, f"{option}.clip-low", "in [0, 1)", self.clip_low)
         require(self.clip_high >= 0, f"{option}.clip-high", "at least 0", self.clip_high)
         require(
-            self.importance_upper > 0, f"{option}.importance-upper", "above 0", self.importance_upper
+            self.importance_upper > 0,
+            f"{option}.importance-upper",
+            "above 0",
+            self.importance_upper,
         )
 
 
@@ -100,7 +103,8 @@ class GRPO:
         return counts
 
     def row_weights(self, trajectory: Trajectory) -> float:
-        return 1.0
+        # Without an advantage a token's gradient is exactly 0: it costs nothing, but it counts.
+        return float(trajectory.advantage != 0)
 
     def loss(self, heads: Heads, rows: Rows) -> LossSums:
         """−Σ rows weight × importance weight × clipped surrogate."""

@@ -56,7 +56,7 @@ Scores = Mapping[str, Mapping[str, float]]  # student → domain → accuracy in
 
 
 def gate_deltas(scores: Scores) -> dict[str, float]:
-    """Δ_i = Σ_d (s_d* − s_d^i)/s_d* per student, with s_d* the best score on d (0 where it is 0)."""
+    """Δ_i = Σ_d (s_d* − s_d^i)/s_d* per student; a domain whose best score s_d* is 0 adds 0."""
     domains = next(iter(scores.values()))
     best = {d: max(s[d] for s in scores.values()) for d in domains}
     return {
@@ -71,9 +71,7 @@ def best_domains(scores: Scores, student: str) -> frozenset[str]:
     return frozenset(d for d in own if all(own[d] >= s[d] for s in scores.values()))
 
 
-def assign_tutors(
-    tutors: Sequence[Tutor], rollout: Trajectory, gate: str
-) -> list[Tutor]:
+def assign_tutors(tutors: Sequence[Tutor], rollout: Trajectory, gate: str) -> list[Tutor]:
     """The tutors that may speak on this rollout, in order."""
     if gate == "never":
         return []
@@ -121,7 +119,11 @@ class OPCoD(SDPO):
             asked = requests[tutor.name]
             raws = tutor.write(
                 [
-                    (r.problem, strip_thinking(r.text), context.seed("tutor", r.problem.key, r.sample))
+                    (
+                        r.problem,
+                        strip_thinking(r.text),
+                        context.seed("tutor", r.problem.key, r.sample),
+                    )
                     for r in asked
                 ]
             )

@@ -67,7 +67,10 @@ class SDPOConfig:
         require(0 <= self.alpha <= 1, f"{option}.alpha", "in [0, 1]", self.alpha)
         require(self.k >= 1, f"{option}.k", "at least 1", self.k)
         require(
-            self.importance_upper > 0, f"{option}.importance-upper", "above 0", self.importance_upper
+            self.importance_upper > 0,
+            f"{option}.importance-upper",
+            "above 0",
+            self.importance_upper,
         )
         require(
             0 <= self.teacher_rate <= 1, f"{option}.teacher-rate", "in [0, 1]", self.teacher_rate
@@ -169,7 +172,7 @@ class SDPO:
 def policy_sums(
     logprobs: torch.Tensor, entropy: torch.Tensor | None, rows: Rows
 ) -> dict[str, torch.Tensor]:
-    """Sums for metrics and canary over all sampled tokens, from the trainer's own log-probs (N,)."""
+    """Sums for metrics and canary over all sampled tokens; logprobs (N,) are the trainer's own."""
     sampled = rows.turn_ids >= 0
     difference = torch.where(sampled, logprobs.detach() - rows.rollout_logprobs, 0.0)
     sums = {

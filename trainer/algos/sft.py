@@ -1,4 +1,4 @@
-"""SFT: cross-entropy on given responses; makes the specialists that the other algorithms start from.
+"""SFT: cross-entropy on given responses; makes the specialists that others start from.
 
 Who samples: nobody; the responses are the problems' worked solutions. Who teaches: they do.
 What each token of a response receives: −log p; the loss is the mean over all trained tokens.
@@ -39,7 +39,9 @@ class SFTConfig:
     def check(self, option: str, n_students: int) -> None:
         """Refuse impossible values. Raises ValueError that names the option."""
         require(self.lr > 0, f"{option}.lr", "above 0", self.lr)
-        require(0 <= self.warmup_share < 1, f"{option}.warmup-share", "in [0, 1)", self.warmup_share)
+        require(
+            0 <= self.warmup_share < 1, f"{option}.warmup-share", "in [0, 1)", self.warmup_share
+        )
         require(self.batch_size >= 1, f"{option}.batch-size", "at least 1", self.batch_size)
         require(self.epochs >= 1, f"{option}.epochs", "at least 1", self.epochs)
 
@@ -75,6 +77,10 @@ class SFT:
     def loss(self, heads: Heads, rows: Rows) -> LossSums:
         """−Σ rows weight × log p(target)."""
         scored = linear_token_logprobs(
-            heads.hidden, heads.weight, rows.targets, turn_ids=rows.turn_ids, chunk_rows=heads.chunk_rows
+            heads.hidden,
+            heads.weight,
+            rows.targets,
+            turn_ids=rows.turn_ids,
+            chunk_rows=heads.chunk_rows,
         )
         return LossSums(-(rows.weights * scored.logprobs).sum(), {})

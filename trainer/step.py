@@ -1,0 +1,101 @@
+"""The gradient of one step over all micro-batches of all ranks, and what it measures."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from cotutor.rollout.trajectory import Trajectory
+from cotutor.trainer.algos.base import Algorithm, Heads, LossSums
+from cotutor.trainer.batch import empty_micro_batch, make_micro_batch, plan_micro_batches
+from cotutor.trainer.config import Config
+from cotutor.trainer.policy import Policy
+from cotutor.trainer.world import World
+
+
+def accumulate_gradients(
+    policy: Policy,
+    algorithm: Algorithm,
+    rollouts: Sequence[Trajectory],
+    config: Config,
+    world: World,
+) -> tuple[dict[str, float], bool]:
+    """Add the gradient of the step's loss to the policy, over all micro-batches of all ranks.
+
+    The denominator counts every rollout (or token) of every rank before the first micro-batch, so
+    that neither their number nor their cut changes the gradient. All ranks run equally many.
+    Returns metric sums over all ranks, and False if no token of any rank is trained.
+    """
+    weights = [algorithm.row_weights(r) for r in rollouts]
+    tokens = sum(len(r.response_ids()) for r in rollouts)
+    counts = world.sum({"sequences": len(rollouts), "tokens": tokens})
+    denominator = max(1.0, counts[algorithm.denominator])
+    plan = plan_micro_batches(rollouts, weights, config.policy.micro_batch_tokens)
+    n_micro_batches = max(world.gather(len(plan)))
+    has_teacher = algorithm.teacher is not None
+    temperature = config.rollout.temperature if algorithm.on_policy else 1.0
+    chunk_rows = config.policy.logits_chunk_rows or None
+    # FSDP averages gradients over the ranks; the loss is a sum over them.
+    scale = world.size / denominator
+    sums: dict[str, torch.Tensor] = {}
+    for n in range(n_micro_batches):
+        if n < len(plan):
+            members = [rollouts[i] for i in plan[n]]
+            batch = make_micro_batch(members, algorithm.row_weights, temperature, world.device)
+        else:
+            batch = empty_micro_batch(has_teacher, temperature, world.device)
+        teacher_hidden = teacher_weight = None
+        if batch.teacher_ids is not None and batch.teacher_row_index is not None:
+            teacher_hidden, teacher_weight = policy.teach(
+                batch.teacher_ids, batch.teacher_row_index
+            )
+
+        def loss(
+            hidden: torch.Tensor,
+            weight: torch.Tensor,
+            batch: Any = batch,
+            teacher: Any = (teacher_hidden, teacher_weight),
+        ) -> LossSums:
+            sums = algorithm.loss(Heads(hidden, weight, *teacher, chunk_rows), batch.rows)
+            return LossSums(
+                sums.loss * scale, {**sums.sums, "loss": sums.loss.detach() / denominator}
+            )
+
+        result = policy.score(batch.ids, batch.row_index, loss)
+        result.loss.backward()
+        for name, value in result.sums.items():
+            sums[name] = sums.get(name, torch.zeros((), device=world.device)) + value
+    local = {name: float(value) for name, value in sums.items()}
+    return world.sum(local), n_micro_batches > 0
+
+
+def loss_metrics(sums: dict[str, float]) -> dict[str, float]:
+    """Means of the summed metrics over the tokens they were summed over."""
+    sampled = max(1.0, sums.get("sampled_rows", 0.0))
+    taught = max(1.0, sums.get("rows_with_teacher", 0.0))
+    metrics = {"loss": sums.get("loss", 0.0)}
+    for name, denominator, label in (
+        ("abs_logprob_diff", sampled, "canary_mean_abs_diff"),
+        ("k3", sampled, "canary_k3"),
+        ("entropy", sampled, "entropy"),
+        ("jsd", taught, "jsd"),
+        ("student_topk_mass", taught, "student_topk_mass"),
+        ("teacher_topk_mass", taught, "teacher_topk_mass"),
+    ):
+        if name in sums:
+            metrics[label] = sums[name] / denominator
+    return metrics
+
+
+def rollout_counts(rollouts: Sequence[Trajectory]) -> dict[str, float]:
+    return {
+        "rollouts": len(rollouts),
+        "reward": sum(r.reward for r in rollouts),
+        "truncated": sum(r.finish_reason == "length" for r in rollouts),
+        "no_answer": sum(r.status == "no_answer" for r in rollouts),
+        "timed_out": sum(r.status == "timed_out" for r in rollouts),
+        "response_tokens": sum(len(r.response_ids()) for r in rollouts),
+        "prompt_tokens": sum(r.turns[0].stop for r in rollouts),
+    }
