@@ -9,7 +9,7 @@ from cotutor.rollout.trajectory import Problem
 
 Message = dict[str, str]  # {"role": "system" | "user" | "assistant", "content": text}
 
-_OPEN, _CLOSE = "<think>", "</think>"
+_THINK_TAG = re.compile(r"<(/?)think>")
 _PLACEHOLDER = re.compile(r"\{([a-z_]+)\}")
 
 
@@ -96,20 +96,21 @@ def strip_thinking(text: str) -> str:
     A part that is never closed reaches to the end; one that is only closed (the prompt opened it)
     begins at the start. A text without such parts comes back as it is.
     """
-    if _OPEN not in text and _CLOSE not in text:
-        return text
     kept: list[str] = []
-    position = 0
-    while True:
-        start, stop = text.find(_OPEN, position), text.find(_CLOSE, position)
-        if stop >= 0 and (start < 0 or stop < start):
-            kept.clear()
-            position = stop + len(_CLOSE)
-            continue
-        kept.append(text[position : start if start >= 0 else len(text)])
-        if start < 0 or stop < 0:
-            return "".join(kept).strip()
-        position = stop + len(_CLOSE)
+    position, inside = 0, False
+    for tag in _THINK_TAG.finditer(text):
+        if tag[1]:
+            if not inside:
+                kept.clear()
+            position, inside = tag.end(), False
+        elif not inside:
+            kept.append(text[position : tag.start()])
+            position, inside = tag.end(), True
+    if position == 0:
+        return text
+    if not inside:
+        kept.append(text[position:])
+    return "".join(kept).strip()
 
 
 def student_messages(prompts: PromptSet, problem: Problem) -> list[Message]:

@@ -185,8 +185,10 @@ def test_plain_feedback(raw: str, expected: tuple[str, str, int]) -> None:
     assert judge_feedback(raw, QUESTION, anchored=False) == expected
 
 
-@pytest.mark.parametrize("piece", ["<concept>", "</concept>", "<concept>a</concept>", "<think>"])
+@pytest.mark.parametrize(
+    "piece", ["<concept>", "</concept>", "<concept>a</concept>", "<think>", "</think>"]
+)
 def test_filter_is_linear_on_hostile_text(piece: str) -> None:
     start = time.process_time()
-    judge_feedback(piece * (1_000_000 // len(piece)), QUESTION)
-    assert time.process_time() - start < 10
+    judge_feedback(piece * (200_000 // len(piece)), QUESTION)
+    assert time.process_time() - start < 4
