@@ -88,7 +88,7 @@ def test_sdpo_s_loss_and_gradient_on_three_tokens_by_hand() -> None:
     kl_s = 0.5 * math.log(0.5 / 0.35) + 0.5 * math.log(0.5 / 0.65)
     kl_t = 0.2 * math.log(0.2 / 0.35) + 0.8 * math.log(0.8 / 0.65)
     weight = 0.25 * 2.0
-    assert float(result.loss) == pytest.approx(weight * 0.5 * (kl_s + kl_t), rel=1e-5)
+    assert result.loss.item() == pytest.approx(weight * 0.5 * (kl_s + kl_t), rel=1e-5)
     result.loss.backward()
     h0, h_tail = 0.25 * math.log(0.5 / 0.35), 0.25 * math.log(0.5 / 0.65)
     total = h0 + h_tail
@@ -103,8 +103,8 @@ def test_sdpo_s_loss_and_gradient_on_three_tokens_by_hand() -> None:
 
 def test_sdpo_s_importance_weight_is_truncated() -> None:
     heads, rows = three_token_case()
-    plain = float(SDPO(SDPOConfig(k=1)).loss(heads, rows).loss)
-    capped = float(SDPO(SDPOConfig(k=1, importance_upper=1.5)).loss(heads, rows).loss)
+    plain = SDPO(SDPOConfig(k=1)).loss(heads, rows).loss.item()
+    capped = SDPO(SDPOConfig(k=1, importance_upper=1.5)).loss(heads, rows).loss.item()
     assert capped == pytest.approx(plain * 1.5 / 2.0, rel=1e-5)
 
 
@@ -216,7 +216,7 @@ def test_grpo_s_loss_and_gradient_on_three_tokens_by_hand() -> None:
     heads, rows = three_token_case()
     result = GRPO(GRPOConfig()).loss(heads, rows)
     scale = 0.25 * 2.0 * 0.5  # weight × importance weight × advantage
-    assert float(result.loss) == pytest.approx(-scale)
+    assert result.loss.item() == pytest.approx(-scale)
     result.loss.backward()
     expected = -scale * torch.tensor([[1 - 0.5, -0.3, -0.2]])  # A ∂ log p(0)
     torch.testing.assert_close(heads.hidden.grad, expected, rtol=1e-4, atol=1e-7)
@@ -224,7 +224,7 @@ def test_grpo_s_loss_and_gradient_on_three_tokens_by_hand() -> None:
 
 def test_sft_s_loss_on_three_tokens_by_hand() -> None:
     heads, rows = three_token_case()
-    assert float(SFT(SFTConfig()).loss(heads, rows).loss) == pytest.approx(-0.25 * math.log(0.5))
+    assert SFT(SFTConfig()).loss(heads, rows).loss.item() == pytest.approx(-0.25 * math.log(0.5))
 
 
 def test_learning_rates() -> None:
