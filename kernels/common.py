@@ -18,6 +18,10 @@ TRITON_INSTALLED = find_spec("triton") is not None
 TRITON_INTERPRETED = os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "true", "on", "y")
 
 
+# Launch option of every kernel: Triton's default changes with its version, results should not.
+FUSION = {"enable_fp_fusion": True}
+
+
 def invalid(function: str, argument: str, wanted: str, got: object) -> ValueError:
     """A caller's mistake, always as "<function>: <argument> must be <wanted>; got <value>"."""
     return ValueError(f"{function}: {argument} must be {wanted}; got {got}")

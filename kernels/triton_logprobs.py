@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .common import FUSION
 from .logprob_rows import Rows
 
 BLOCK_V = 4096  # columns at a time: 16 elements a thread, four 16-byte loads in float32
@@ -177,10 +178,10 @@ def _logprob_gradient_kernel(
     tl.store(out_ptr + here, dz.to(out_ptr.dtype.element_ty), mask=inside)
 
 
-def _block(vocab: int) -> dict[str, int]:
+def _block(vocab: int) -> dict[str, int | bool]:
     """Launch size: a short vocabulary gets one small block."""
     block = min(BLOCK_V, max(32, triton.next_power_of_2(vocab)))
-    return {"BLOCK_V": block, "num_warps": NUM_WARPS if block == BLOCK_V else 4}
+    return {"BLOCK_V": block, "num_warps": NUM_WARPS if block == BLOCK_V else 4, **FUSION}
 
 
 def chunk_statistics(

@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .common import FUSION
+
 BLOCK_ROWS = 256  # rows that share one range of ids
 BLOCK_SEGMENTS = 16  # segments that a program owns
 BLOCK_RANGES = 1024  # ranges that are looked at together
@@ -210,7 +212,7 @@ def id_ranges(ids: Tensor) -> Tensor:
     blocks = triton.cdiv(len(ids), BLOCK_ROWS)
     ranges = torch.empty((2, blocks), dtype=torch.int32, device=ids.device)
     if blocks:
-        _id_ranges_kernel[(blocks,)](ids, ranges, len(ids), blocks, BLOCK_ROWS=BLOCK_ROWS)
+        _id_ranges_kernel[(blocks,)](ids, ranges, len(ids), blocks, BLOCK_ROWS=BLOCK_ROWS, **FUSION)
     return ranges
 
 
@@ -265,6 +267,7 @@ def segment_sums(
         BLOCK_SEGMENTS=BLOCK_SEGMENTS,
         BLOCK_ROWS=BLOCK_ROWS,
         BLOCK_RANGES=BLOCK_RANGES,
+        **FUSION,
     )
     return sums, counts, bad
 
@@ -315,5 +318,6 @@ def importance_weights(
             DROPS=drops,
             PARTIALS=PARTIALS,
             BLOCK_TOKENS=BLOCK_TOKENS,
+            **FUSION,
         )
     return weights, keep.view(torch.bool), partials
