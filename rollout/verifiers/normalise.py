@@ -98,7 +98,7 @@ _SPELLINGS = [
     (re.compile(r"\\(?:operatorname\*?|mathop)\{\s*([a-zA-Z]+)\s*\}"), r"\\\1 "),
 ]
 _THOUSANDS = [
-    re.compile(r"(?<=\d)\{,\}(?=\d{3}(?!\d))"),
+    re.compile(r"(?<=\d) ?\{ ?, ?\} ?(?=\d{3}(?!\d))"),
     re.compile(r"(?<=\d),(?:\\!\s*)+(?=\d{3}(?!\d))"),
     re.compile(r"(?<=\d)\\[, ](?=\d{3}(?!\d))"),
 ]

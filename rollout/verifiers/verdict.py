@@ -6,7 +6,7 @@ from typing import Literal
 Status = Literal["right", "wrong", "no_answer", "timed_out", "undecided", "error"]
 
 # Longer texts are judged by their end, where the last statement is [characters].
-MAX_TEXT_CHARS = 100_000
+MAX_TEXT_CHARS = 200_000
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ import ctypes
 import dataclasses
 import math
 import os
+import re
 import resource
 import signal
 import sys
@@ -36,6 +37,7 @@ def main() -> None:
     os.dup2(null, 0)
     os.dup2(2, 1)
     warm_up()
+    _forbid_programs_in_sympy()
     supervisor = _Supervisor(timeout_s, int(memory_mb) << 20, int(recycle_after))
     frames.send(verdicts_out, {"ready": os.getpid()})
     try:
@@ -47,6 +49,24 @@ def main() -> None:
         pass
     finally:
         supervisor.stop_child()
+
+
+def _forbid_programs_in_sympy() -> None:
+    """Make sympy read single numbers and symbols from text, and never run text as a program.
+
+    math-verify hands the numbers of an answer to sympy as text, which sympy would evaluate.
+    """
+    import sympy  # type: ignore[import-untyped]
+    from sympy.parsing import sympy_parser  # type: ignore[import-untyped]
+
+    def literal(code: str, local_dict: object = None, global_dict: object = None) -> Any:
+        match = re.fullmatch(r"(Integer|Float|Symbol) \('?([\w.+-]{1,4000})'? ?\) ?", code)
+        if match is None:
+            raise ValueError("text is not run as a program here")
+        kind, text = match.groups()
+        return sympy.Integer(int(text)) if kind == "Integer" else getattr(sympy, kind)(text)
+
+    sympy_parser.eval_expr = literal
 
 
 def _wait_for_job(fd: int, parent: int) -> bool:
