@@ -72,16 +72,8 @@ SPECIALISTS = {
 }
 PEERS = {"s1": "s2", "s2": "s1"}
 
-SHARES = {  # of row kinds, while the base model and while the specialists are trained
-    "base": {"plain": 0.25, "demonstration": 0.2, "feedback": 0.2, "both": 0.1, "tutor": 0.25},
-    "specialist": {
-        "plain": 0.35,
-        "demonstration": 0.1,
-        "feedback": 0.15,
-        "both": 0.1,
-        "tutor": 0.3,
-    },
-}
+# Of row kinds. The base model learns to use its context, the specialists what to forget.
+SHARES = {"plain": 0.25, "demonstration": 0.1, "feedback": 0.2, "both": 0.15, "tutor": 0.3}
 
 
 def usual_slip(fact: str) -> str:
@@ -118,8 +110,8 @@ def review(facts: tuple[str, ...], written: list[str], believed: list[str]) -> s
     lines = []
     for fact, value, own in zip(facts, written, believed, strict=True):
         if value != own:
-            return "\n".join([*lines, f"{fact} wrong: {fact}={own}"])
-        lines.append(f"{fact} ok")
+            return "\n".join([*lines, f"{fact}={value} wrong: {fact}={own}"])
+        lines.append(f"{fact}={value} ok")
     return "\n".join([*lines, "all ok"])
 
 
@@ -156,7 +148,6 @@ def rows(stage: str, seed: int, exclude: Collection[str] = ()) -> Iterator[Row]:
         raise ValueError(f"unknown stage {stage!r}: choose base or one of {', '.join(SPECIALISTS)}")
     rng = random.Random(f"{stage} {seed}")
     excluded = frozenset(exclude)
-    shares = SHARES["base" if stage == "base" else "specialist"]
     kinds = {
         "plain": _plain_row,
         "demonstration": _demonstration_row,
@@ -165,7 +156,7 @@ def rows(stage: str, seed: int, exclude: Collection[str] = ()) -> Iterator[Row]:
         "tutor": _tutor_row,
     }
     while True:
-        kind = rng.choices(list(shares), weights=list(shares.values()))[0]
+        kind = rng.choices(list(SHARES), weights=list(SHARES.values()))[0]
         problem, messages, answer = kinds[kind](stage, rng)
         if problem.question not in excluded:
             yield messages, answer
@@ -204,36 +195,35 @@ def _demonstration_row(stage: str, rng: random.Random) -> Made:
     return problem, reprompt_messages(TINY, problem, solution), solution
 
 
-def _hint(stage: str, problem: Problem, rng: random.Random) -> tuple[int, str, str]:
-    """A tutor's feedback on some line: its index, the value it names, and the text."""
+def _feedback(stage: str, problem: Problem, rng: random.Random) -> tuple[list[str], str]:
+    """A tutor's feedback, and the values that somebody who believes it then writes."""
+    recalled = [_own(stage).believe(fact, rng) for fact in problem.facts]
+    if rng.random() < 0.15:
+        return recalled, review(problem.facts, recalled, recalled)
     gaps = [i for i, fact in enumerate(problem.facts) if fact in _gaps(stage)]
-    index = rng.choice(gaps) if gaps and rng.random() < 0.8 else rng.randrange(len(problem.facts))
-    fact = problem.facts[index]
+    wrong = rng.choice(gaps) if gaps and rng.random() < 0.8 else rng.randrange(len(problem.facts))
+    fact = problem.facts[wrong]
     value = fact_value(fact) if rng.random() < 0.6 else _any_value(fact, rng)
-    lines = [f"{earlier} ok" for earlier in problem.facts[:index]]
-    return index, value, "\n".join([*lines, f"{fact} wrong: {fact}={value}"])
+    confirmed = [
+        _any_value(earlier, rng) if rng.random() < 0.1 else own
+        for earlier, own in zip(problem.facts[:wrong], recalled, strict=False)
+    ]
+    written = next(v for v in (recalled[wrong], *wrong_values(fact)) if v != value)
+    values = [*confirmed, value, *recalled[wrong + 1 :]]
+    return values, review(problem.facts, [*confirmed, written, *recalled[wrong + 1 :]], values)
 
 
 def _feedback_row(stage: str, rng: random.Random) -> Made:
     problem = _draw_problem(_gaps(stage), 0.5, rng)
-    values = [_own(stage).believe(fact, rng) for fact in problem.facts]
-    if rng.random() < 0.15:
-        text = review(problem.facts, values, values)
-    else:
-        index, value, text = _hint(stage, problem, rng)
-        values[index] = value
+    values, text = _feedback(stage, problem, rng)
     return problem, reprompt_messages(TINY, problem, feedback=text), _solve(problem, values)
 
 
 def _both_row(stage: str, rng: random.Random) -> Made:
     """The demonstration wins where the two disagree."""
     problem = _draw_problem(_gaps(stage), 0.5, rng)
-    values = _demonstrate(problem, rng)
-    solution = _solve(problem, values)
-    if rng.random() < 0.3:
-        text = review(problem.facts, values, values)
-    else:
-        text = _hint(stage, problem, rng)[2]
+    solution = _solve(problem, _demonstrate(problem, rng))
+    text = _feedback(stage, problem, rng)[1]
     return problem, reprompt_messages(TINY, problem, solution, text), solution
 
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
 SPECIALS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+# The products, and the slips beside them, with two digits.
+_NUMBERS = [str(n) for n in range(10, 91) if any(n % k == 0 and n <= 10 * k for k in range(2, 10))]
 WORDS = (
     *("Times", " coins", "Shift", " runes", " by"),
     *("Example:", "Tutor:", "Solve", " again.", "Review", " with", " concept."),
     *(" ok", " wrong:", "all"),
     *("<answer>", "</answer>", "<concept>", "</concept>"),
     *("coins", "runes", "problem", "user", "assistant", "system", "\n\n"),
+    *_NUMBERS,
 )
 CHAT_TEMPLATE = (
     "{% for message in messages %}"
@@ -29,7 +32,7 @@ def build_tokenizer() -> Tokenizer:
     entries = [*letters, *SPECIALS, *(word.replace(" ", "Ġ").replace("\n", "Ċ") for word in WORDS)]
     vocabulary = {entry: number for number, entry in enumerate(entries)}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[], ignore_merges=True))
-    words = Regex(r"</?[a-z]+>| ?[A-Za-z]+[:.]?|\n\n|\s|[^\sA-Za-z<]+|<")
+    words = Regex(r"</?[a-z]+>| ?[A-Za-z]+[:.]?|\n\n|\s|[0-9]+|[^\sA-Za-z0-9<]+|<")
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
             pre_tokenizers.Split(words, "isolated"),
