@@ -1,0 +1,75 @@
+"""Where a recorded result came from: machine, versions, commit, command."""
+
+import importlib.metadata
+import os
+import platform
+import subprocess
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import torch
+
+PACKAGES = ("torch", "triton", "liger-kernel", "trl", "cut-cross-entropy", "transformers")
+
+
+def _processor() -> str:
+    for line in (
+        Path("/proc/cpuinfo").read_text().splitlines() if os.path.exists("/proc/cpuinfo") else []
+    ):
+        if line.startswith("model name"):
+            return line.split(":", 1)[1].strip()
+    return platform.processor() or platform.machine()
+
+
+def _commit() -> str:
+    """The commit, "+" after it when kernels/ or bench/ differ; "unknown" without git."""
+    root = Path(__file__).resolve().parent.parent
+
+    def git(*arguments: str) -> str:
+        run = subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True)
+        return run.stdout.strip()
+
+    try:
+        commit = git("rev-parse", "--short=12", "HEAD")
+        return (commit or "unknown") + (
+            "+" if commit and git("diff", "--name-only", "HEAD") else ""
+        )
+    except FileNotFoundError:
+        return "unknown"
+
+
+def versions() -> dict[str, str]:
+    """Versions of what can influence a figure, where installed."""
+    found = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def provenance() -> dict[str, Any]:
+    """What a reader needs to repeat a measurement."""
+    gpu = torch.cuda.get_device_name(0) if torch.cuda.is_available() else None
+    script = (
+        Path(sys.argv[0]).name
+        if "pytest" in sys.argv[0]
+        else "python bench/" + Path(sys.argv[0]).name
+    )
+    return {
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+        "machine": {
+            "gpu": gpu,
+            "processor": _processor(),
+            "cores": len(os.sched_getaffinity(0))
+            if hasattr(os, "sched_getaffinity")
+            else os.cpu_count(),
+            "torch_threads": torch.get_num_threads(),
+        },
+        "versions": versions(),
+        "commit": _commit(),
+        "command": " ".join([script, *sys.argv[1:]]),
+    }
