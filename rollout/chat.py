@@ -85,6 +85,7 @@ class Chat:
         self._added = frozenset(self._ids.values()) - {unknown}
         longest_first = sorted(self._names, key=len, reverse=True)
         self._any_name = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+        self._known: set[str] = set()
         self._cache: dict[tuple[tuple[str, ...], bool], _Rendered] = {}
         self._end_id = self._find_end_id()
 
@@ -109,8 +110,13 @@ class Chat:
         return self._encode_rendered(rendered, contents)
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a plain text: no string in it becomes an added token."""
-        return list(self._encoder.encode(text, add_special_tokens=False).ids)
+        """The ids of a plain text: no string in it becomes an added token.
+
+        Raises:
+            ChatError: the tokenizer would drop a character without a trace.
+        """
+        self._require_known(text)
+        return self._encode(text)
 
     def response(self, text: str) -> list[int]:
         """The ids of a text as if the model had sampled it: the text, then the turn's end token."""
@@ -224,8 +230,24 @@ class Chat:
             )
         return list(pieces[0::2])
 
+    def _encode(self, text: str) -> list[int]:
+        return list(self._encoder.encode(text, add_special_tokens=False).ids)
+
+    def _require_known(self, text: str) -> None:
+        """Refuse characters that come to no token: BPE without an unknown token drops them."""
+        new = set(text) - self._known
+        lost = sorted(c for c in new if not c.isspace() and not self._encode(c))
+        if lost:
+            raise ChatError(
+                f"the tokenizer of {self._name} drops {lost[0]!r}: train it with this character, "
+                "with byte fallback or with an unknown token"
+            )
+        self._known |= new
+
     def _encode_rendered(self, rendered: _Rendered, contents: Sequence[str]) -> list[int]:
-        ids = self.encode(rendered.fill(contents))
+        for content in contents:
+            self._require_known(content)
+        ids = self._encode(rendered.fill(contents))
         secret = re.compile(f"\ue000{self._secret}n[0-9]+\ue001")
         named = [self._ids[name] for part in rendered.parts for name in secret.findall(part)]
         structure = [i for i in ids if i in self._added]

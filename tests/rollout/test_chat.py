@@ -18,6 +18,7 @@ from tokenizer_families import (
     rendered,
     user,
 )
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from cotutor.rollout.chat import Chat, ChatError
@@ -213,6 +214,22 @@ def test_unusable_templates_are_named(template: str | None, message: str) -> Non
 def test_a_slow_tokenizer_is_named() -> None:
     with pytest.raises(ChatError, match="fast tokenizer"):
         Chat(SimpleNamespace(chat_template=CHATML, name_or_path="models/old"))
+
+
+def test_characters_that_would_vanish_are_named() -> None:
+    small = Tokenizer(models.BPE())
+    small.pre_tokenizer = pre_tokenizers.Whitespace()
+    trainer = trainers.BpeTrainer(vocab_size=60, show_progress=False)
+    small.train_from_iterator(["user assistant 12 + 30 = 42 <|im_start|> <|im_end|>"], trainer)
+    small.add_special_tokens(["<|im_start|>", "<|im_end|>"])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=small)
+    tokenizer.chat_template = CHATML
+    assert tokenizer("12 * 30").input_ids == tokenizer("12 30").input_ids
+    this = Chat(tokenizer)
+    assert this.prompt([user("12 + 30")])
+    for call in (lambda: this.prompt([user("12 * 30")]), lambda: this.encode("12 * 30")):
+        with pytest.raises(ChatError, match=r"drops '\*'"):
+            call()
 
 
 def test_no_end_token_is_named() -> None:

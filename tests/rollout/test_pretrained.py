@@ -70,7 +70,7 @@ def test_rendering_equals_the_published_template(chat: Chat, tokenizer: Any) -> 
 
 def test_greedy_answer_ends_and_is_right(chat: Chat, engine: TransformersEngine) -> None:
     prompt = chat.prompt(student_messages(FULL, PROBLEM))
-    (done,) = engine.generate([prompt], Sampling(temperature=0.0, max_tokens=40), [0])
+    (done,) = engine.generate([prompt], Sampling(temperature=0.0, max_tokens=20), [0])
     assert "Paris" in chat.decode(done.ids)
     assert done.finish_reason == "stop"
     assert done.ids[-1] in chat.eos_ids()
@@ -81,7 +81,7 @@ def test_samples_have_the_logprobs_of_a_plain_forward(
 ) -> None:
     prompts = [chat.prompt(student_messages(FULL, PROBLEM))] * 2
     prompts.append(chat.prompt([{"role": "user", "content": "Count to five."}]))
-    done = engine.generate(prompts, Sampling(temperature=0.7, max_tokens=24), [1, 2, 3])
+    done = engine.generate(prompts, Sampling(temperature=0.7, max_tokens=12), [1, 2, 3])
     for prompt, completion in zip(prompts, done, strict=True):
         ids = torch.tensor([prompt + completion.ids])
         with torch.no_grad():
@@ -95,7 +95,7 @@ def test_samples_have_the_logprobs_of_a_plain_forward(
 
 def test_a_dialogue_is_append_only(chat: Chat, engine: TransformersEngine, tokenizer: Any) -> None:
     prompt = chat.prompt(student_messages(FULL, PROBLEM))
-    (first,) = engine.generate([prompt], Sampling(temperature=0.0, max_tokens=40), [0])
+    (first,) = engine.generate([prompt], Sampling(temperature=0.0, max_tokens=20), [0])
     ids = prompt + first.ids + chat.bridge(first.ids, "And of Italy?")
     messages = [
         *student_messages(FULL, PROBLEM),
@@ -105,7 +105,7 @@ def test_a_dialogue_is_append_only(chat: Chat, engine: TransformersEngine, token
     assert ids == tokenizer.apply_chat_template(
         messages, add_generation_prompt=True, return_dict=False
     )
-    (second,) = engine.generate([ids], Sampling(temperature=0.0, max_tokens=40), [0])
+    (second,) = engine.generate([ids], Sampling(temperature=0.0, max_tokens=20), [0])
     assert "Rome" in chat.decode(second.ids)
 
 
@@ -114,7 +114,7 @@ def test_a_tutor_speaks_and_its_words_reach_the_reprompt(
 ) -> None:
     response = "The capital of France is Lyon."
     prompt = chat.prompt(tutor_messages(FULL, PROBLEM, response, anchored=False))
-    (done,) = engine.generate([prompt], Sampling(max_tokens=60), [5])
+    (done,) = engine.generate([prompt], Sampling(max_tokens=30), [5])
     text, outcome, _ = judge_feedback(chat.decode(done.ids), PROBLEM.question, anchored=False)
     assert outcome == "plain"
     ids, cut = fit_reprompt(chat, FULL, PROBLEM, "", text, 2000)
