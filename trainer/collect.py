@@ -9,7 +9,9 @@ from cotutor.rollout.engine import Engine, Sampling, request_seed
 from cotutor.rollout.prompts import student_messages, tutor_messages
 from cotutor.rollout.trajectory import Problem, Trajectory
 from cotutor.rollout.verifiers import VerifierPool
-from cotutor.trainer.config import RolloutConfig
+from cotutor.trainer.algos.base import Algorithm
+from cotutor.trainer.config import Config, ConfigError, RolloutConfig
+from cotutor.trainer.problem_sets import ProblemSets, Sampler, curriculum_problems
 from cotutor.trainer.students import Student
 
 
@@ -20,6 +22,35 @@ def prompt_ids(student: Student, problem: Problem) -> list[int]:
     else:
         messages = student_messages(student.prompts, problem)
     return student.chat.prompt(messages)
+
+
+def training_sampler(
+    config: Config, algorithm: Algorithm, student: Student, problems: ProblemSets
+) -> tuple[Sampler, int]:
+    """The student's training problems, and how many were left out because of their length.
+
+    Raises ConfigError if no prompt of a domain fits.
+    """
+    if config.data.source == "curriculum":
+        held_out = [*problems.test.values(), *problems.validation.values()]
+        questions = frozenset(p.question for domain in held_out for p in domain)
+        sets = {"curriculum": curriculum_problems(config, student.name, questions)}
+    else:
+        sets = dict(problems.train)
+    limit = config.rollout.max_prompt_tokens
+    kept: dict[str, list[Problem]] = {}
+    left_out = 0
+    for domain, members in sets.items():
+        kept[domain] = [p for p in members if len(prompt_ids(student, p)) <= limit]
+        left_out += len(members) - len(kept[domain])
+        if not kept[domain]:
+            raise ConfigError(
+                f"--rollout.max-prompt-tokens {limit}: no prompt of {domain} is that short for"
+                f" {student.name}; raise the limit"
+            )
+    on_policy = algorithm.on_policy
+    per_step = config.rollout.questions_per_step if on_policy else algorithm.config.batch_size
+    return Sampler(kept, per_step, config.seed), left_out
 
 
 def sample_groups(

@@ -7,17 +7,13 @@ backward ▸ clip, AdamW, EMA ▸ hand the weights to the engine. Everything ran
 
 from __future__ import annotations
 
-import signal
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from types import FrameType
 from typing import Any
-
-import torch
 
 from cotutor.rollout.chat import fit_reprompt
 from cotutor.rollout.engine import Engine, Sampling, request_seed
@@ -25,28 +21,23 @@ from cotutor.rollout.trajectory import Problem, Trajectory
 from cotutor.rollout.verifiers import VerifierPool
 from cotutor.trainer.algos.base import Algorithm, Phase, StepContext, Tutor
 from cotutor.trainer.collect import (
-    ask_tutor,
     given_solutions,
     judge,
-    prompt_ids,
     record,
     sample_groups,
+    training_sampler,
 )
-from cotutor.trainer.config import Config, ConfigError
+from cotutor.trainer.config import Config
 from cotutor.trainer.evaluation import accuracy, evaluate
+from cotutor.trainer.peers import open_gate, start_tutors
 from cotutor.trainer.policy import Policy
-from cotutor.trainer.problem_sets import ProblemSets, Sampler, curriculum_problems
+from cotutor.trainer.problem_sets import ProblemSets, Sampler
 from cotutor.trainer.progress import Progress
 from cotutor.trainer.run_folder import RunFolder
-from cotutor.trainer.step import accumulate_gradients, loss_metrics, rollout_counts
+from cotutor.trainer.step import accumulate_gradients, check_canary, loss_metrics, rollout_counts
+from cotutor.trainer.stopping import Stopped, StopRequest
 from cotutor.trainer.students import Student, release
 from cotutor.trainer.world import World
-
-_CANARY_THRESHOLD = {torch.float32: 1e-3, torch.bfloat16: 5e-2}
-
-
-class Stopped(Exception):
-    """The run was asked to stop; it has saved a checkpoint and can be resumed."""
 
 
 @dataclass
@@ -92,12 +83,13 @@ class Run:
             exports={s.name: [s.config.model] for s in students}, start=start_scores or {}
         )
         self.pool = VerifierPool(config.rollout.verifier_workers, config.rollout.verifier_timeout_s)
-        self.left_out: dict[str, int] = {}  # training problems whose prompt is too long, by student
-        self.samplers = {s.name: self._sampler(s) for s in students}
+        drawn = {s.name: training_sampler(config, algorithm, s, problems) for s in students}
+        self.samplers = {name: sampler for name, (sampler, _) in drawn.items()}
+        self.prompts_too_long = {name: left_out for name, (_, left_out) in drawn.items()}
         n_problems = max(s.n_problems for s in self.samplers.values())
         self.schedule = algorithm.schedule(len(students), n_problems, config.steps)
         self.progress = Progress(sum(p.steps for p in self.schedule), world.main)
-        self._stop_requested = False
+        self._stop = StopRequest()
         self._started = time.monotonic()
 
     # --- the run --------------------------------------------------------------------------------
@@ -105,9 +97,9 @@ class Run:
     def train(self) -> dict[str, Any]:
         """Run all phases that are left; returns the test scores at start and end by student."""
         if self.state.step == 0:
-            notes = {"kind": "data", "step": 0, "prompts_too_long": self.left_out}
+            notes = {"kind": "data", "step": 0, "prompts_too_long": self.prompts_too_long}
             self.folder.log({**notes, **self.problems.notes})
-        with self.pool, self._signals():
+        with self.pool, self._stop:
             if not self.state.start and self.algorithm.on_policy:
                 self.state.start = self._evaluate_all("test")
             while self.state.phase < len(self.schedule):
@@ -248,30 +240,17 @@ class Run:
         )
         metrics = loss_metrics(sums)
         if self.algorithm.on_policy and has_signal:
-            self._canary(policy, metrics)
+            check_canary(metrics, policy, self.state.step)
         if not has_signal:
             policy.end_of_step()
             return metrics, 0.0, True
         grad_norm, skipped = policy.step(lr)
         return metrics, grad_norm, skipped
 
-    def _canary(self, policy: Policy, metrics: dict[str, float]) -> None:
-        """The engine's log-probs of this step's rollouts must be the trainer's own."""
-        threshold = (
-            self.config.policy.canary_max_mean_diff or _CANARY_THRESHOLD[policy.compute_dtype]
-        )
-        difference = metrics.get("canary_mean_abs_diff", 0.0)
-        if not difference <= threshold:
-            raise RuntimeError(
-                f"canary: engine and trainer disagree on step {self.state.step}'s rollouts: mean"
-                f" |Δ log-prob| {difference:.3g} is above {threshold:.3g}"
-                " (--policy.canary-max-mean-diff); the engine's weights are stale or broken"
-            )
-
     def _after_step(self, phase: Phase, student: Student, policy: Policy) -> None:
         self.state.step += 1
         self.state.step_in_phase += 1
-        stop = any(self.world.gather(self._stop_requested))
+        stop = any(self.world.gather(self._stop.requested))
         if self.state.step_in_phase == phase.steps:
             export = f"models/{student.name}/round_{phase.round}"
             policy.export(self.folder.path / export, student.tokenizer)
@@ -286,25 +265,11 @@ class Run:
                 f"stopped after step {self.state.step}; --resume auto with the same --out goes on"
             )
 
-    # --- rounds, tutors, engines ----------------------------------------------------------------
+    # --- engines, schedule, evaluation ----------------------------------------------------------
 
     def _open_gate(self, round_number: int) -> None:
-        """Score every student on the validation problems and decide who may tutor this round."""
-        raw = self._evaluate_all("validation")
-        scores = {
-            name: {d: accuracy(s).mean for d, s in by_domain.items()}
-            for name, by_domain in raw.items()
-        }
-        gate = self.algorithm.gate(scores)  # type: ignore[attr-defined]
-        entry = {
-            "kind": "gate",
-            "step": self.state.step,
-            "round": round_number,
-            "scores": scores,
-            "deltas": {name: g[0] for name, g in gate.items()},
-            "cognizant": {name: g[1] for name, g in gate.items()},
-            "best_domains": {name: sorted(g[2]) for name, g in gate.items()},
-        }
+        entry = open_gate(self.algorithm, self._evaluate_all("validation"))
+        entry = {"kind": "gate", "step": self.state.step, "round": round_number, **entry}
         self.state.gate.append(entry)
         self.folder.log(entry)
         self.progress.gate(entry)
@@ -313,27 +278,16 @@ class Run:
         """The frozen peers of this phase's student, each with an engine of its own."""
         if not self.algorithm.feedback:
             return [], []
-        gate = self.state.gate[-1]
-        tutors, engines = [], []
-        for peer in self.students:
-            if peer is self.students[phase.student]:
-                continue
+        snapshot = self.algorithm.config.tutor_snapshot
+        peers = [s for n, s in enumerate(self.students) if n != phase.student]
+        engines = []
+        for peer in peers:
             exports = self.state.exports[peer.name]
-            snapshot = self.algorithm.config.tutor_snapshot
             path = exports[phase.round - 1] if snapshot == "round_start" else exports[-1]
-            engine = peer.start_engine(self._resolve(path), self.config, self.world)
-            engines.append(engine)
-            tutors.append(
-                Tutor(
-                    peer.name,
-                    gate["cognizant"][peer.name],
-                    frozenset(gate["best_domains"][peer.name]),
-                    _writer(
-                        engine, peer, self.config, self.algorithm.config.feedback == "anchored"
-                    ),
-                )
-            )
-        return tutors, engines
+            engines.append(peer.start_engine(self._resolve(path), self.config, self.world))
+        return start_tutors(
+            self.algorithm, self.config, peers, engines, self.state.gate[-1]
+        ), engines
 
     def _student_engine(self, student: Student, policy: Policy) -> Engine | None:
         if not self.algorithm.on_policy:
@@ -348,32 +302,6 @@ class Run:
         total = sum(steps for _, steps in own)
         before = sum(steps for n, steps in own if n < self.state.phase)
         return self.samplers[self.students[phase.student].name], total, before
-
-    def _sampler(self, student: Student) -> Sampler:
-        """The student's training problems; prompts over the limit are left out and counted."""
-        if self.config.data.source == "curriculum":
-            held_out = [*self.problems.test.values(), *self.problems.validation.values()]
-            questions = frozenset(p.question for domain in held_out for p in domain)
-            sets = {"curriculum": curriculum_problems(self.config, student.name, questions)}
-        else:
-            sets = dict(self.problems.train)
-        limit = self.config.rollout.max_prompt_tokens
-        kept = {}
-        self.left_out[student.name] = 0
-        for domain, problems in sets.items():
-            kept[domain] = [p for p in problems if len(prompt_ids(student, p)) <= limit]
-            self.left_out[student.name] += len(problems) - len(kept[domain])
-            if not kept[domain]:
-                raise ConfigError(
-                    f"--rollout.max-prompt-tokens {limit}: no prompt of {domain} is that short"
-                    f" for {student.name}; raise the limit"
-                )
-        per_step = (
-            self.config.rollout.questions_per_step
-            if self.algorithm.on_policy
-            else self.algorithm.config.batch_size
-        )
-        return Sampler(kept, per_step, self.config.seed)
 
     def _evaluate_all(self, which: str) -> dict[str, Any]:
         """Scores of every student's newest weights: {student: {domain: {problem key: share}}}."""
@@ -445,38 +373,10 @@ class Run:
         self.progress.resume(self.state.step)
         return True
 
-    @contextmanager
-    def _signals(self) -> Iterator[None]:
-        """First SIGINT or SIGTERM: finish the step, save, stop. A later one ends at once."""
-        first: list[float] = []
-
-        def handle(number: int, frame: FrameType | None) -> None:
-            # torchrun and a terminal may both deliver the same Ctrl-C: within a second it is one.
-            if first and time.monotonic() - first[0] > 1.0:
-                raise SystemExit(128 + number)
-            first.append(time.monotonic())
-            self._stop_requested = True
-
-        old = {s: signal.signal(s, handle) for s in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            yield
-        finally:
-            for s, previous in old.items():
-                signal.signal(s, previous)
-
     def _write_rollouts(self, student: Student, rollouts: Sequence[Trajectory]) -> None:
         step = self.state.step
         parts = self.world.gather([record(r, student, step) for r in rollouts])
         self.folder.rollouts(step, [line for part in parts for line in part])
-
-
-def _writer(
-    engine: Engine, tutor: Student, config: Config, anchored: bool
-) -> Callable[[Sequence[tuple[Any, str, int]]], list[str]]:
-    def write(requests: Sequence[tuple[Any, str, int]]) -> list[str]:
-        return ask_tutor(engine, tutor, requests, config.rollout, anchored=anchored)
-
-    return write
 
 
 @contextmanager

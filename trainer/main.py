@@ -13,7 +13,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import tyro
 
@@ -24,7 +24,7 @@ from cotutor.trainer.algos.grpo import GRPO
 from cotutor.trainer.algos.opcod import OPCoD
 from cotutor.trainer.algos.sdpo import SDPO
 from cotutor.trainer.algos.sft import SFT
-from cotutor.trainer.config import Config, ConfigError, check, load_preset
+from cotutor.trainer.config import AlgoName, Config, ConfigError, check, load_preset
 
 ALGORITHMS: dict[str, Any] = {"opcod": OPCoD, "sdpo": SDPO, "grpo": GRPO, "sft": SFT}
 _CONFIGS = Path(__file__).resolve().parent.parent / "configs"
@@ -44,7 +44,7 @@ def parse(arguments: Sequence[str]) -> Config:
                 f"--baselines: {unknown[0]!r} is no algorithm; give a comma-separated list of"
                 f" {', '.join(ALGORITHMS)}, or none"
             )
-        config = dataclasses.replace(config, baselines=names)
+        config = dataclasses.replace(config, baselines=cast(tuple[AlgoName, ...], names))
     config = _command_line(config, rest)
     if not config.out:
         config = dataclasses.replace(config, out=_free_folder(f"runs/{preset.stem}-{config.algo}"))

@@ -62,7 +62,7 @@ def _read(
             domain=domain.name,
             kind=domain.kind,
             skip_bad_rows=config.skip_bad_rows,
-            **extra,  # type: ignore[arg-type]
+            **extra,
         )
         notes[f"{domain.name}/skipped_rows"] = notes.get(f"{domain.name}/skipped_rows", 0) + skipped
         return problems

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import torch
 
 from cotutor.rollout.trajectory import Trajectory
 from cotutor.trainer.algos.base import Algorithm, Heads, LossSums
-from cotutor.trainer.batch import empty_micro_batch, make_micro_batch, plan_micro_batches
+from cotutor.trainer.batch import (
+    MicroBatch,
+    empty_micro_batch,
+    make_micro_batch,
+    plan_micro_batches,
+)
 from cotutor.trainer.config import Config
 from cotutor.trainer.policy import Policy
 from cotutor.trainer.world import World
+
+# Mean |Δ log-prob| between engine and trainer above which a step's rollouts are not believed.
+_CANARY_THRESHOLD = {torch.float32: 1e-3, torch.bfloat16: 5e-2}
 
 
 def accumulate_gradients(
@@ -55,10 +62,13 @@ def accumulate_gradients(
         def loss(
             hidden: torch.Tensor,
             weight: torch.Tensor,
-            batch: Any = batch,
-            teacher: Any = (teacher_hidden, teacher_weight),
+            batch: MicroBatch = batch,
+            teacher_hidden: torch.Tensor | None = teacher_hidden,
+            teacher_weight: torch.Tensor | None = teacher_weight,
         ) -> LossSums:
-            sums = algorithm.loss(Heads(hidden, weight, *teacher, chunk_rows), batch.rows)
+            found = algorithm.loss(
+                Heads(hidden, weight, teacher_hidden, teacher_weight, chunk_rows), batch.rows
+            )
             return LossSums(
                 sums.loss * scale, {**sums.sums, "loss": sums.loss.detach() / denominator}
             )
@@ -69,6 +79,21 @@ def accumulate_gradients(
             sums[name] = sums.get(name, torch.zeros((), device=world.device)) + value
     local = {name: float(value) for name, value in sums.items()}
     return world.sum(local), n_micro_batches > 0
+
+
+def check_canary(metrics: Mapping[str, float], policy: Policy, step: int) -> None:
+    """The engine's log-probs of this step's rollouts must be the trainer's own.
+
+    Raises RuntimeError: the engine samples from other weights than those that are trained.
+    """
+    threshold = policy.config.canary_max_mean_diff or _CANARY_THRESHOLD[policy.compute_dtype]
+    difference = metrics.get("canary_mean_abs_diff", 0.0)
+    if not difference <= threshold:
+        raise RuntimeError(
+            f"canary: engine and trainer disagree on step {step}'s rollouts: mean |Δ log-prob|"
+            f" {difference:.3g} is above {threshold:.3g} (--policy.canary-max-mean-diff); the"
+            " engine's weights are stale or broken"
+        )
 
 
 def loss_metrics(sums: dict[str, float]) -> dict[str, float]:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -20,6 +21,14 @@ class Phase:
     round: int
     student: int
     steps: int
+
+
+class GateVerdict(NamedTuple):
+    """One student in one round: Δ ≥ 0, may it tutor, and the domains where nobody is better."""
+
+    delta: float
+    cognizant: bool
+    best_domains: frozenset[str]
 
 
 @dataclass(frozen=True)
@@ -102,27 +111,36 @@ def one_phase_each(n_students: int, steps: int) -> list[Phase]:
     return [Phase(1, student, steps) for student in range(n_students)]
 
 
-class Algorithm(Protocol):
+class Algorithm(ABC):
     """One algorithm. Attributes say what it needs; the loop provides just that."""
 
     config: Any
-    on_policy: bool  # False: it trains on given solutions, no engine samples
-    teacher: Literal["ema", "current", "initial", "trust_region"] | None
-    teacher_rate: float  # EMA rate, or the interpolation rate of trust_region
-    feedback: bool  # peers tutor: validation scores, gate and tutor engines are needed
-    denominator: Literal["sequences", "tokens"]  # what the sum of row losses is divided by
+    on_policy = True  # False: it trains on given solutions, no engine samples
+    teacher: Literal["ema", "current", "initial", "trust_region"] | None = None
+    teacher_rate = 0.0  # EMA rate, or the interpolation rate of trust_region
+    feedback = False  # peers tutor: validation scores, gate and tutor engines are needed
+    denominator: Literal["sequences", "tokens"] = "tokens"  # of the sum of row losses
 
+    @abstractmethod
     def schedule(self, n_students: int, n_problems: int, steps: int) -> list[Phase]:
         """The run as phases. `steps` > 0 replaces the configured number of steps of a phase."""
 
+    @abstractmethod
     def learning_rate(self, step: int, total: int) -> float:
         """The rate of a student's optimizer step `step` (from 0) of `total` over all its phases."""
 
+    def gate(self, scores: Mapping[str, Mapping[str, float]]) -> dict[str, GateVerdict]:
+        """Verdicts from {student: {domain: accuracy}}; asked only where `feedback` is True."""
+        return {}
+
+    @abstractmethod
     def annotate(self, groups: Groups, context: StepContext) -> dict[str, float]:
         """Put advantages or teacher contexts on the rollouts; returns counts for the metrics."""
 
+    @abstractmethod
     def row_weights(self, trajectory: Trajectory) -> float:
         """The weight of each trained token of a rollout, before the global denominator; 0: out."""
 
+    @abstractmethod
     def loss(self, heads: Heads, rows: Rows) -> LossSums:
         """The sum over rows of weight × loss, undivided."""

@@ -19,13 +19,13 @@ from __future__ import annotations
 
 import statistics
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 
 from cotutor.kernels import importance_weights, linear_token_logprobs
 from cotutor.rollout.trajectory import Trajectory
 from cotutor.trainer.algos.base import (
+    Algorithm,
     Groups,
     Heads,
     LossSums,
@@ -73,13 +73,7 @@ def group_advantages(rewards: list[float], normalize_std: bool) -> list[float]:
     return [(r - mean) / scale for r in rewards]
 
 
-class GRPO:
-    on_policy = True
-    feedback = False
-    teacher: Literal["ema", "current", "initial", "trust_region"] | None = None
-    teacher_rate = 0.0
-    denominator: Literal["sequences", "tokens"] = "tokens"
-
+class GRPO(Algorithm):
     def __init__(self, config: GRPOConfig) -> None:
         self.config = config
 

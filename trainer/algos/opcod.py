@@ -28,7 +28,7 @@ from typing import Literal
 from cotutor.rollout.feedback import judge_feedback
 from cotutor.rollout.prompts import strip_thinking
 from cotutor.rollout.trajectory import Feedback, Trajectory
-from cotutor.trainer.algos.base import Groups, Phase, StepContext, Tutor, require
+from cotutor.trainer.algos.base import GateVerdict, Groups, Phase, StepContext, Tutor, require
 from cotutor.trainer.algos.sdpo import SDPO, SDPOConfig
 
 
@@ -94,10 +94,12 @@ class OPCoD(SDPO):
         k = steps or self.config.steps
         return [Phase(r, student, k) for r in rounds for student in range(n_students)]
 
-    def gate(self, scores: Scores) -> dict[str, tuple[float, bool, frozenset[str]]]:
-        """Per student: Δ, whether it is cognizant, and the domains where it is the best."""
+    def gate(self, scores: Scores) -> dict[str, GateVerdict]:
         deltas = gate_deltas(scores)
-        return {n: (d, d <= self.config.tau, best_domains(scores, n)) for n, d in deltas.items()}
+        return {
+            name: GateVerdict(delta, delta <= self.config.tau, best_domains(scores, name))
+            for name, delta in deltas.items()
+        }
 
     def annotate(self, groups: Groups, context: StepContext) -> dict[str, float]:
         """Ask the tutors for feedback on every rollout, then SDPO's contexts."""

@@ -29,6 +29,7 @@ import torch
 from cotutor.kernels import importance_weights, linear_token_logprobs, linear_topk_jsd
 from cotutor.rollout.trajectory import Trajectory
 from cotutor.trainer.algos.base import (
+    Algorithm,
     Groups,
     Heads,
     LossSums,
@@ -85,10 +86,8 @@ def demonstration_for(group: Sequence[Trajectory], sample: int, exclude_self: bo
     return ""
 
 
-class SDPO:
-    on_policy = True
-    feedback = False
-    denominator: Literal["sequences", "tokens"] = "sequences"
+class SDPO(Algorithm):
+    denominator = "sequences"
 
     def __init__(self, config: SDPOConfig) -> None:
         self.config = config

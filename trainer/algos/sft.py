@@ -13,11 +13,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Literal
 
 from cotutor.kernels import linear_token_logprobs
 from cotutor.rollout.trajectory import Trajectory
 from cotutor.trainer.algos.base import (
+    Algorithm,
     Groups,
     Heads,
     LossSums,
@@ -46,12 +46,8 @@ class SFTConfig:
         require(self.epochs >= 1, f"{option}.epochs", "at least 1", self.epochs)
 
 
-class SFT:
+class SFT(Algorithm):
     on_policy = False
-    feedback = False
-    teacher: Literal["ema", "current", "initial", "trust_region"] | None = None
-    teacher_rate = 0.0
-    denominator: Literal["sequences", "tokens"] = "tokens"
 
     def __init__(self, config: SFTConfig) -> None:
         self.config = config
