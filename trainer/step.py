@@ -66,12 +66,10 @@ def accumulate_gradients(
             teacher_hidden: torch.Tensor | None = teacher_hidden,
             teacher_weight: torch.Tensor | None = teacher_weight,
         ) -> LossSums:
-            found = algorithm.loss(
-                Heads(hidden, weight, teacher_hidden, teacher_weight, chunk_rows), batch.rows
-            )
-            return LossSums(
-                sums.loss * scale, {**sums.sums, "loss": sums.loss.detach() / denominator}
-            )
+            heads = Heads(hidden, weight, teacher_hidden, teacher_weight, chunk_rows)
+            found = algorithm.loss(heads, batch.rows)
+            total = found.loss.detach() / denominator
+            return LossSums(found.loss * scale, {**found.sums, "loss": total})
 
         result = policy.score(batch.ids, batch.row_index, loss)
         result.loss.backward()
