@@ -1,0 +1,117 @@
+"""Count the bytes that each Triton kernel loads and stores while the interpreter runs it.
+
+    python bench/count_bytes.py            writes bench/results/bytes.json
+
+Masked lanes don't count. The floor is what the kernel's docstring says it has to move. Loads that
+hit a cache on a GPU are counted in full, so a ratio near 1 needs no cache.
+"""
+
+import argparse
+import json
+import os
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+os.environ["TRITON_INTERPRET"] = "1"  # before anything imports triton
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT / "tests" / "kernels"))
+
+import kernel_registry as registry  # noqa: E402 (from tests/kernels)
+import numpy  # noqa: E402 (the interpreter has to be chosen first)
+from triton.runtime import interpreter  # noqa: E402
+
+ROWS = 3
+TOKENS = 8192
+
+
+class Traffic:
+    """While entered, adds up bytes loaded and stored, by kernel."""
+
+    def __init__(self) -> None:
+        self.loaded: Counter[str] = Counter()
+        self.stored: Counter[str] = Counter()
+        self.kernel = ""
+
+    def __enter__(self) -> "Traffic":
+        builder, executor = interpreter.InterpreterBuilder, interpreter.GridExecutor
+        self.originals = (
+            builder.create_masked_load,
+            builder.create_masked_store,
+            executor.__call__,
+        )
+        load, store, call = self.originals
+
+        def size(pointers, mask) -> int:
+            lanes = int(numpy.broadcast_to(mask.data, pointers.data.shape).sum())
+            return lanes * max(1, pointers.get_element_ty().primitive_bitwidth // 8)
+
+        def counted_load(this, pointers, mask, *others):
+            self.loaded[self.kernel] += size(pointers, mask)
+            return load(this, pointers, mask, *others)
+
+        def counted_store(this, pointers, value, mask, *others):
+            self.stored[self.kernel] += size(pointers, mask)
+            return store(this, pointers, value, mask, *others)
+
+        def named_call(this, *arguments, **options):
+            self.kernel = this.fn.__name__
+            return call(this, *arguments, **options)
+
+        builder.create_masked_load = counted_load
+        builder.create_masked_store = counted_store
+        executor.__call__ = named_call
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        builder, executor = interpreter.InterpreterBuilder, interpreter.GridExecutor
+        builder.create_masked_load, builder.create_masked_store, executor.__call__ = self.originals
+
+    def total(self) -> int:
+        return sum(self.loaded.values()) + sum(self.stored.values())
+
+
+def count(case: registry.Case, rows: int, vocab: int) -> dict[str, Any]:
+    """Bytes of one case, its floor and their ratio."""
+    with Traffic() as traffic, numpy.errstate(all="ignore"):
+        case.run(rows, vocab, "cpu")
+    floor = None if case.floor is None else case.floor(rows, vocab)
+    return {
+        "case": case.name,
+        "rows": rows,
+        "vocab": vocab if case.by_vocab else None,
+        "loaded": dict(traffic.loaded),
+        "stored": dict(traffic.stored),
+        "floor": floor,
+        "ratio": None if floor is None else round(traffic.total() / floor, 4),
+    }
+
+
+def record(vocab: int) -> list[dict[str, Any]]:
+    """All cases that promise a floor."""
+    return [
+        count(case, ROWS if case.by_vocab else TOKENS, vocab)
+        for case in registry.CASES
+        if case.floor is not None
+    ]
+
+
+def main() -> None:
+    from provenance import provenance
+
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results" / "bytes.json")
+    parser.add_argument("--vocab", type=int, default=registry.VOCABS[0])
+    options = parser.parse_args()
+    entries = record(options.vocab)
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    result = {"provenance": provenance(), "entries": entries}
+    options.out.write_text(json.dumps(result, indent=1) + "\n")
+    for entry in entries:
+        print(f"{entry['ratio']:.3f} x floor  {entry['case']}")
+
+
+if __name__ == "__main__":
+    main()
