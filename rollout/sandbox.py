@@ -229,7 +229,7 @@ def run_tests(code: str, tests: str, limits: Limits, where: Level) -> Outcome:
         else:
             os.close(info_end)
         os.close(info)
-        _remove(folder)
+        remove_folder(folder)
     return outcome
 
 
@@ -357,8 +357,9 @@ def _group_lives(group: int) -> bool:
     return False
 
 
-def _remove(folder: str) -> None:
-    """Remove the temporary folder, however deep it is and whatever modes it has."""
+def remove_folder(folder: str) -> None:
+    """Remove a folder of hostile programs, however deep it is and whatever modes it has."""
+    tools = {"PATH": os.defpath}
     for command in (["rm", "-rf"], ["chmod", "-R", "u+rwx"], ["rm", "-rf"]):
         if os.path.exists(folder):
-            subprocess.run([*command, "--", folder], stderr=subprocess.DEVNULL, check=False)
+            subprocess.run([*command, "--", folder], env=tools, capture_output=True, check=False)

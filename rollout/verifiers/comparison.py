@@ -21,6 +21,7 @@ _DIGITS = 40  # 30 and ten to lose
 _CONSTANT_DIGITS = 60
 _AGREE = 1e-28
 _INTEGRALS_AGREE = 1e-12
+_CONSTANTS_AGREE = 1e-48
 _DIFFER = 1e-9
 _DECIMALS_AGREE = 2e-6  # six correct digits, as math-verify's default asks for
 
@@ -122,7 +123,9 @@ def _same_constant(gold: Node, answer: Node, precision: int | None, decimals: bo
             return bool(gap <= 0.51 * evaluate.mp.mpf(10) ** -precision)
         if decimals:
             return bool(gap <= _DECIMALS_AGREE * size)
-        if gap <= size * evaluate.mp.mpf(10) ** (-_CONSTANT_DIGITS * 4 // 5):
+        integrals = has_integral(gold) or has_integral(answer)
+        agree = _INTEGRALS_AGREE if integrals else _CONSTANTS_AGREE
+        if gap <= agree * size:
             return True
         return False if gap > _DIFFER * size else None
     return None

@@ -7,6 +7,7 @@ by simplification within a time budget. (Points come before simplification becau
 wrong answer in milliseconds.) What none of the three decides is "undecided".
 """
 
+import re
 from collections.abc import Mapping, Sequence
 
 from .comparison import same_value
@@ -48,7 +49,7 @@ def judge(
     Raises:
         ValueError: a gold outside the grammar, or bounds that are no pair of numbers.
     """
-    wanted = read(gold)
+    wanted = _complex(gold) if parameters is not None else read(gold)
     for name, bounds in (domain or {}).items():
         if len(bounds) != 2 or not bounds[0] < bounds[1]:
             raise ValueError(f"domain of {name} must be (low, high), got {bounds}")
@@ -82,6 +83,11 @@ def read(text: str) -> Node:
     tree = parse(text, whole_names=not latex, sympy_names=not latex)
     named = named_value(tree)
     return named[1] if named else tree
+
+
+def _complex(gold: str) -> Node:
+    """Parse a gold value that may be written as Python writes complex numbers."""
+    return read(re.sub(r"(?<=[\d.])j", "*i", gold))
 
 
 def _same_structure(gold: Node, answer: Node) -> bool:

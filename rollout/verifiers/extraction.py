@@ -11,7 +11,6 @@ from .verdict import MAX_TEXT_CHARS
 
 _THINK_CLOSE = re.compile(r"</(?:think|thinking|thought)>", re.IGNORECASE)
 _THINK_OPEN = re.compile(r"<(?:think|thinking|thought)>", re.IGNORECASE)
-_REASONING = re.compile(r"<reasoning>.*?</reasoning>", re.IGNORECASE | re.DOTALL)
 _INVISIBLE = dict.fromkeys([0x00AD, *range(0x200B, 0x2010), *range(0x202A, 0x202F), 0x2060, 0xFEFF])
 _CHAT_END = re.compile(r"<\|(?:im_end|im_start|endoftext|eot_id)\|>")
 _BOX = re.compile(r"\\{1,2}(?:f?boxed|beginboxed)\s*\{")
@@ -34,9 +33,17 @@ def visible(text: str) -> str:
     marker = _CHAT_END.search(text)
     if marker:
         text = text[: marker.start()]
-    if "</reasoning>" in text.lower():
-        text = _REASONING.sub("\n", text)
+    text = _without_blocks(text, "<reasoning>", "</reasoning>")
     return text[-MAX_TEXT_CHARS:].replace("\r\n", "\n").replace("\r", "\n").translate(_INVISIBLE)
+
+
+def _without_blocks(text: str, opening: str, closing: str) -> str:
+    """Return the text without its closed blocks; an opening that is never closed is left."""
+    kept, at = [], 0
+    while (start := text.find(opening, at)) >= 0 and (end := text.find(closing, start)) >= 0:
+        kept += [text[at:start], "\n"]
+        at = end + len(closing)
+    return "".join([*kept, text[at:]])
 
 
 def nfkc(text: str) -> str:

@@ -273,6 +273,15 @@ class _Parser(Levels):
         return ("matrix", *rows)
 
     def big_operator(self, name: str) -> Node:
+        low, high = self.limits()
+        if name == "int":
+            return self.integral([(low, high)])
+        if low[0] != "rel" or low[1] != ("=",) or low[2][0][0] not in ("sym", "const"):
+            raise GrammarError("a sum needs a variable")
+        variable = low[2][0][1]
+        return (name, self.product(), variable, low[2][1], high)
+
+    def limits(self) -> tuple[Node, Node]:
         low: Node | None = None
         high: Node | None = None
         while self.peek()[1] in ("^", "_"):
@@ -282,27 +291,33 @@ class _Parser(Levels):
                 low = self.argument()
         if low is None or high is None:
             raise GrammarError("an operator without limits")
-        if name != "int":
-            if low[0] != "rel" or low[1] != ("=",) or low[2][0][0] not in ("sym", "const"):
-                raise GrammarError("a sum needs a variable")
-            variable = low[2][0][1]
-            return (name, self.product(), variable, low[2][1], high)
-        body = self.sum()
-        return self.split_differential(body, low, high)
+        return low, high
+
+    def integral(self, bounds: list[tuple[Node, Node]]) -> Node:
+        """One or more integrals in front of one body; the last differential is the outermost's."""
+        while self.accept("\\int"):
+            bounds.append(self.limits())
+        node = self.sum()
+        variables = []
+        for _ in bounds:
+            node, variable = self.split_differential(node)
+            variables.append(variable)
+        for (low, high), variable in zip(bounds[::-1], variables[::-1], strict=True):
+            node = ("int", node, variable, low, high)
+        return node
 
     @staticmethod
-    def split_differential(body: Node, low: Node, high: Node) -> Node:
-        """Take the last `d x` off a product."""
+    def split_differential(body: Node) -> tuple[Node, str]:
+        """Take the last `d x` off a product, or off the last term of a sum."""
         if body[0] == "add":
-            head = _Parser.split_differential(body[-1], low, high)
-            return ("int", ("add", *body[1:-1], head[1]), *head[2:])
-        variable: Node | None = None
+            term, variable = _Parser.split_differential(body[-1])
+            return ("add", *body[1:-1], term), variable
         if body[0] == "mul" and body[2][0] == "sym":
-            rest, variable = body[1], body[2]
+            rest, symbol = body[1], body[2][1]
             if rest == ("sym", "d"):
-                return ("int", ("num", Fraction(1), None), variable[1], low, high)
+                return ("num", Fraction(1), None), symbol
             if rest[0] == "mul" and rest[2] == ("sym", "d"):
-                return ("int", rest[1], variable[1], low, high)
+                return rest[1], symbol
         raise GrammarError("an integral without its differential")
 
     def program_form(self, name: str) -> Node:

@@ -46,8 +46,6 @@ def verify(kind: str, gold: str, text: str, **options: Any) -> Verdict:
 
 def warm_up() -> None:
     """Import what the kinds load lazily, so that no answer waits for it; once with each library."""
-    import sympy.physics.units  # type: ignore[import-untyped]  # noqa: F401
-
     for gold, text in (("2", "\\boxed{\\sqrt{4}}"), ("|z| \\le 2", "$z \\in [-2, 2]$")):
         verify("math", gold, text)
     verify("expression", "x**2", "x*x")

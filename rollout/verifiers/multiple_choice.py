@@ -7,7 +7,8 @@ text is never taken. Several letters are an answer, and a wrong one.
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 from .extraction import boxes, last_tag, nfkc, visible
@@ -53,6 +54,7 @@ _PREAMBLE = re.compile(
     r"^(?:[\s*_`\"'“”$({\[\\:=-]|(?:the|option|choice|letter)\b)+", re.IGNORECASE
 )
 _MAX_STATEMENT_CHARS = 400
+_MAX_STATEMENTS = 200
 
 
 def judge(gold: str, text: str, options: Any = None) -> Verdict:
@@ -192,21 +194,24 @@ def _ends(following: str) -> bool:
 
 def _last_statement(text: str, texts: dict[str, str]) -> frozenset[str]:
     """Return the letters of the last explicit statement, empty when there is none."""
-    found: list[tuple[int, frozenset[str]]] = []
+    found: list[tuple[int, Callable[[], frozenset[str]]]] = []
     for start, _, content in boxes(text):
-        found.append((start, _choice(content, texts)))
+        found.append((start, partial(_choice, content, texts)))
     for pattern in (_CUE, _PICK):
         for match in pattern.finditer(text):
-            found.append((match.start(), _after_cue(text, match.end(), texts)))
+            found.append((match.start(), partial(_after_cue, text, match.end(), texts)))
     names = "".join(sorted(texts))
     affirmed = re.compile(
         rf"(?<![\w'’])(?:option\s+)?[(*_\"]{{0,3}}([{names}])[)*_\"]{{0,3}}\s+{_AFFIRMED}"
     )
     for match in affirmed.finditer(text):
         if not _NEGATION.search(text[max(0, match.start() - 40) : match.start()]):
-            found.append((match.start(), frozenset(match.group(1))))
-    stated = [(position, letters) for position, letters in found if letters]
-    return max(stated, key=lambda item: item[0])[1] if stated else frozenset()
+            found.append((match.start(), partial(frozenset, match.group(1))))
+    found.sort(key=lambda item: item[0])
+    for _, read in found[: -_MAX_STATEMENTS - 1 : -1]:
+        if letters := read():
+            return letters
+    return frozenset()
 
 
 def _after_cue(text: str, start: int, texts: dict[str, str]) -> frozenset[str]:

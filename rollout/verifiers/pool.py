@@ -4,12 +4,15 @@ import os
 import queue
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
+
+from cotutor.rollout import sandbox
 
 from .inside import wire as frames
 from .judging import INLINE_KINDS, KINDS, verify
@@ -163,6 +166,7 @@ class _Worker:
         self._arguments = arguments
         self._timeout_s = timeout_s
         self._process: subprocess.Popen[bytes] | None = None
+        self._folder = ""
         self._next_id = 0
 
     def judge(self, job: Job) -> Verdict:
@@ -171,10 +175,8 @@ class _Worker:
         message = {"id": self._next_id, "kind": kind, "gold": gold, "text": text}
         try:
             message["options"] = dict(options)
-            process = self._process or self._start()
-            assert process.stdin is not None
+            process = self._send(message)
             assert process.stdout is not None
-            frames.send(process.stdin.fileno(), message)
             deadline = time.monotonic() + self._timeout_s + _BACKUP_S
             reply = frames.receive(process.stdout.fileno(), deadline)
         except (TypeError, ValueError, frames.FrameError) as error:
@@ -185,9 +187,23 @@ class _Worker:
         assert reply["id"] == message["id"], "verdicts crossed"
         return Verdict(**reply["verdict"])
 
+    def _send(self, message: dict[str, Any]) -> subprocess.Popen[bytes]:
+        """Send a job; to a new process when the old one ended between two jobs."""
+        process = self._process or self._start()
+        assert process.stdin is not None
+        try:
+            frames.send(process.stdin.fileno(), message)
+        except OSError:
+            self.stop()
+            process = self._start()
+            assert process.stdin is not None
+            frames.send(process.stdin.fileno(), message)
+        return process
+
     def _start(self) -> subprocess.Popen[bytes]:
+        self._folder = tempfile.mkdtemp(prefix="cotutor-verifier-")
         process = subprocess.Popen(
-            [sys.executable, "-P", "-m", f"{__package__}.worker", *self._arguments],
+            [sys.executable, "-P", "-m", f"{__package__}.worker", *self._arguments, self._folder],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             start_new_session=True,  # Ctrl-C is for the parent, which closes the pool
@@ -216,6 +232,7 @@ class _Worker:
             process.kill()
             process.wait()
         process.stdout.close()
+        sandbox.remove_folder(self._folder)  # for a supervisor that was killed
 
 
 def _judge_here(job: Job) -> Verdict:

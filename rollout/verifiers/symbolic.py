@@ -4,6 +4,9 @@ Only constructors are called, on objects that this module made: no text reaches 
 an answer can be evaluated as a program. Runs where it can be killed; `within` bounds it further.
 """
 
+import functools
+import importlib
+import re
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -69,7 +72,7 @@ def check_size(node: Node) -> None:
 
 def to_sympy(node: Node) -> Any:
     """Return the sympy object of a tree; raises GrammarError for operations without one."""
-    import sympy  # type: ignore[import-untyped]
+    sympy = _sympy()
 
     operation = node[0]
     if operation == "num":
@@ -138,7 +141,7 @@ def same_structure(gold: Node, answer: Node, seconds: float) -> bool:
 
 def same_after_simplification(gold: Node, answer: Node, seconds: float) -> bool | None:
     """Return True when the difference simplifies to 0, else None: it may still be 0."""
-    import sympy
+    sympy = _sympy()
 
     try:
         with within(seconds):
@@ -146,3 +149,28 @@ def same_after_simplification(gold: Node, answer: Node, seconds: float) -> bool 
             return True if sympy.simplify(difference) == 0 else None
     except OutOfBudget:
         return None
+
+
+@functools.lru_cache(maxsize=1)
+def forbid_programs() -> None:
+    """Make sympy read single numbers and symbols from text, and never run text as a program.
+
+    math-verify hands the numbers of an answer to sympy as text, which sympy would evaluate.
+    """
+    sympy = _sympy()
+    importlib.import_module("sympy.physics.units")  # reads its own names that way, once
+
+    def literal(code: str, local_dict: object = None, global_dict: object = None) -> Any:
+        match = re.fullmatch(r"(Integer|Float|Symbol) \('?([\w.+-]{1,4000})'? ?\) ?", code)
+        if match is None:
+            raise ValueError("text is not run as a program here")
+        kind, text = match.groups()
+        return sympy.Integer(int(text)) if kind == "Integer" else getattr(sympy, kind)(text)
+
+    parser: Any = importlib.import_module("sympy.parsing.sympy_parser")
+    parser.eval_expr = literal
+
+
+def _sympy() -> Any:
+    """Return sympy; importing it takes half a second, so only who needs it does."""
+    return importlib.import_module("sympy")

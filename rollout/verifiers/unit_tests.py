@@ -1,16 +1,12 @@
 """Code answers: the program in the completion against unit tests, in the sandbox."""
 
 import ast
-import re
 
 from cotutor.rollout import sandbox
 
 from .extraction import last_tag, visible
 from .verdict import Verdict, judged, unjudged
 
-_FENCE = re.compile(
-    r"^[ \t]*```[ \t]*(\w*)[^\n]*\n(.*?)^[ \t]*```[ \t]*$", re.DOTALL | re.MULTILINE
-)
 _LANGUAGES = frozenset({"", "python", "py", "python3"})
 _MAX_DETAIL_CHARS = 2000
 _MAX_CODE_CHARS = 50_000
@@ -61,11 +57,28 @@ def judge(
 def extract(text: str) -> str | None:
     """Return the program of a completion, None when there is none."""
     text = visible(text)
-    blocks = [m.group(2) for m in _FENCE.finditer(text) if m.group(1).lower() in _LANGUAGES]
+    blocks = _fenced(text)
     if blocks:
-        return blocks[-1].strip("\n") or None
+        return blocks[-1] if blocks[-1].strip() else None
     tagged = last_tag(text, "answer")
     return (tagged if tagged is not None else text).strip("\n ") or None
+
+
+def _fenced(text: str) -> list[str]:
+    """Return the contents of the closed fenced blocks in Python or in no named language."""
+    blocks: list[str] = []
+    lines: list[str] | None = None
+    language = ""
+    for line in text.split("\n"):
+        stripped = line.strip()
+        if lines is None and stripped.startswith("```"):
+            lines, language = [], stripped[3:].strip().lower()
+        elif lines is not None and stripped == "```":
+            blocks += ["\n".join(lines)] if language in _LANGUAGES else []
+            lines = None
+        elif lines is not None:
+            lines.append(line)
+    return blocks
 
 
 def _check_tests(gold: str) -> None:

@@ -1,10 +1,12 @@
 """Values of a tree: exact rationals, and numbers in mpmath to many digits.
 
 No step is taken whose result would be too large: exact results stay below `MAX_BITS`, powers in
-floating point below 10^MAX_EXPONENT. Whatever is larger raises LimitError.
+floating point below 10^(10^60), where their exponents still are numbers of 200 bits. Whatever is
+larger raises LimitError.
 """
 
 import hashlib
+import importlib
 import math
 from collections.abc import Callable, Mapping
 from fractions import Fraction
@@ -14,7 +16,8 @@ from typing import Any
 from .lexer import GrammarError, LimitError, Node
 
 MAX_BITS = 200_000
-MAX_EXPONENT = 10_000_000
+_MAX_EXPONENT = 10**60
+_MAX_ARGUMENT = 10**7
 _MAX_FACTORIAL = 10_000
 _MAX_TERMS = 10_000
 
@@ -103,8 +106,7 @@ def _exact_call(node: Node) -> Fraction | None:
 @lru_cache(maxsize=1)
 def context() -> Any:
     """Return this module's own mpmath context (importing mpmath takes a tenth of a second)."""
-    import mpmath  # type: ignore[import-untyped]
-
+    mpmath: Any = importlib.import_module("mpmath")
     return mpmath.mp.clone()
 
 
@@ -124,6 +126,7 @@ class Evaluator:
         self.digits = digits
         self.point = dict(point)
         self.real = real
+        self.integrals = 0  # around the node that is being evaluated
 
     def __call__(self, node: Node) -> Any:
         """Return the value of a tree; raises OutsideDomain, LimitError or GrammarError."""
@@ -184,9 +187,11 @@ class Evaluator:
 
     def _pow(self, node: Node) -> Any:
         base, exponent = self(node[1]), self(node[2])
-        size = abs(self.mp.log(abs(base), 10) * exponent) if base else 0
-        if size > MAX_EXPONENT:
-            raise LimitError(f"a power beyond 10^{MAX_EXPONENT}")
+        size = self.mp.re(self.mp.log(abs(base), 10) * exponent) if base else 0
+        if size > _MAX_EXPONENT:
+            raise LimitError("a power beyond 10^(10^60)")
+        if size < -_MAX_EXPONENT:
+            return self.mp.mpf(0)
         if self.real and base < 0 and not self.mp.isint(exponent):
             ratio = exact(node[2])
             if ratio is None or ratio.denominator % 2 == 0:
@@ -195,8 +200,8 @@ class Evaluator:
         return self.mp.power(base, exponent)
 
     def _small(self, value: Any) -> Any:
-        if abs(value) > MAX_EXPONENT:
-            raise LimitError(f"a function's argument beyond {MAX_EXPONENT}")
+        if abs(value) > _MAX_ARGUMENT:
+            raise LimitError(f"a function's argument beyond {_MAX_ARGUMENT}")
         return value
 
     def _apply(self, node: Node) -> Any:
@@ -259,9 +264,12 @@ class Evaluator:
             self.point[name] = x
             return self(body)
 
+        self.integrals += 1
         value, error = self.mp.quad(integrand, [self(low), self(high)], error=True, maxdegree=8)
+        self.integrals -= 1
         self._restore(name, kept)
-        if error > abs(value) * self.mp.mpf(10) ** (-self.digits * 2 // 3):
+        size = abs(value) if not self.integrals else max(abs(value), 1)  # an inner one may vanish
+        if error > size * self.mp.mpf(10) ** (-self.digits // 2):
             raise OutsideDomain("an integral that doesn't converge to enough digits")
         return value
 
@@ -277,7 +285,10 @@ class Evaluator:
         if self.real and name in ("log", "log10", "log2", "sqrt") and values[0] < 0:
             raise OutsideDomain("the logarithm or root of a negative number")
         if name in ("exp", "sinh", "cosh") and mp.isfinite(values[0]):
-            self._small(mp.re(values[0]))
+            if abs(values[0]) > _MAX_EXPONENT:
+                if name == "exp" and mp.re(values[0]) < 0:
+                    return mp.mpf(0)
+                raise LimitError("an exponential beyond 10^(10^60)")
         elif name in ("gamma", "factorial", "binomial", "zeta", "digamma", "beta"):
             values = [self._small(v) for v in values]
         if name in ("max", "min"):

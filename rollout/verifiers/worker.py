@@ -6,22 +6,23 @@ jobs, so that nothing an answer did can reach the next. The supervisor ends when
 however that ended, and its child with it.
 """
 
-import ctypes
 import dataclasses
 import math
 import os
-import re
 import resource
 import signal
 import sys
+import tempfile
 import time
 from typing import Any
 
+from cotutor.rollout import sandbox
+
+from .inside import confinement
 from .inside import wire as frames
 from .judging import verify, warm_up
 from .verdict import Verdict, unjudged
 
-_PR_SET_PDEATHSIG = 1
 _MAX_VERDICT_BYTES = 256 << 10
 _MAX_FILE_BYTES = 64 << 20
 _GRACE_S = 1.0  # for a sandbox inside a worker to stop at its own limit first
@@ -32,13 +33,13 @@ _PARENT_CHECK_S = 1.0
 def main() -> None:
     """Serve the pool over standard input and output: hello, then one verdict for each job."""
     parent, timeout_s, memory_mb, recycle_after = int(sys.argv[1]), *map(float, sys.argv[2:5])
+    folder = sys.argv[5]
     jobs_in, verdicts_out = os.dup(0), os.dup(1)
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 0)
     os.dup2(2, 1)
     warm_up()
-    _forbid_programs_in_sympy()
-    supervisor = _Supervisor(timeout_s, int(memory_mb) << 20, int(recycle_after))
+    supervisor = _Supervisor(timeout_s, int(memory_mb) << 20, int(recycle_after), folder)
     frames.send(verdicts_out, {"ready": os.getpid()})
     try:
         while _wait_for_job(jobs_in, parent):
@@ -48,25 +49,7 @@ def main() -> None:
     except (EOFError, OSError):
         pass
     finally:
-        supervisor.stop_child()
-
-
-def _forbid_programs_in_sympy() -> None:
-    """Make sympy read single numbers and symbols from text, and never run text as a program.
-
-    math-verify hands the numbers of an answer to sympy as text, which sympy would evaluate.
-    """
-    import sympy  # type: ignore[import-untyped]
-    from sympy.parsing import sympy_parser  # type: ignore[import-untyped]
-
-    def literal(code: str, local_dict: object = None, global_dict: object = None) -> Any:
-        match = re.fullmatch(r"(Integer|Float|Symbol) \('?([\w.+-]{1,4000})'? ?\) ?", code)
-        if match is None:
-            raise ValueError("text is not run as a program here")
-        kind, text = match.groups()
-        return sympy.Integer(int(text)) if kind == "Integer" else getattr(sympy, kind)(text)
-
-    sympy_parser.eval_expr = literal
+        supervisor.close()
 
 
 def _wait_for_job(fd: int, parent: int) -> bool:
@@ -78,13 +61,21 @@ def _wait_for_job(fd: int, parent: int) -> bool:
 
 
 class _Supervisor:
-    def __init__(self, timeout_s: float, memory_bytes: int, recycle_after: int) -> None:
+    def __init__(
+        self, timeout_s: float, memory_bytes: int, recycle_after: int, folder: str
+    ) -> None:
         self._timeout_s = timeout_s
         self._memory_bytes = memory_bytes
         self._recycle_after = recycle_after
         self._child = 0
         self._to_child = self._from_child = -1
         self._served = 0
+        self._folder = folder
+
+    def close(self) -> None:
+        """Kill the child and remove what it stored."""
+        self.stop_child()
+        sandbox.remove_folder(self._folder)
 
     def judge(self, job: dict[str, Any]) -> Verdict:
         if self._child and self._served >= self._recycle_after:
@@ -113,11 +104,13 @@ class _Supervisor:
         self._from_child, child_out = os.pipe()
         me = os.getpid()
         self._served = 0
+        os.makedirs(self._folder, exist_ok=True)
         self._child = os.fork()
         if self._child == 0:
             status = 1
             try:
                 _close_all_but(child_in, child_out)
+                tempfile.tempdir = self._folder
                 _serve(child_in, child_out, me, self._timeout_s, self._memory_bytes)
                 status = 0
             except MemoryError:
@@ -138,6 +131,8 @@ class _Supervisor:
         os.close(self._to_child)
         os.close(self._from_child)
         self._child = 0
+        if os.listdir(self._folder):  # of a sandbox that was stopped from outside
+            sandbox.remove_folder(self._folder)
         return status
 
 
@@ -151,7 +146,7 @@ def _why_it_ended(status: int) -> Verdict:
 
 def _serve(fd_in: int, fd_out: int, supervisor: int, timeout_s: float, memory: int) -> None:
     """Judge jobs until the pipe closes; runs in the child."""
-    die_with_parent(supervisor)
+    confinement.die_with_parent(supervisor)
     null = os.open(os.devnull, os.O_RDWR)
     os.dup2(null, 1)
     os.dup2(null, 2)
@@ -186,15 +181,6 @@ def _close_all_but(*kept: int) -> None:
         os.closerange(at, fd)
         at = fd + 1
     os.closerange(at, max(at, os.sysconf("SC_OPEN_MAX")) if at < 4096 else at + 4096)
-
-
-def die_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when its parent (process id) dies; Linux only."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
-    if os.getppid() != parent:
-        os._exit(1)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Multiple-choice and text answers."""
 
 import pytest
+
 from cotutor.rollout.verifiers import VerifierPool, verify
 from cotutor.rollout.verifiers.plain_text import extract
 
