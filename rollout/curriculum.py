@@ -106,12 +106,12 @@ def _domain_of(fact: str) -> str:
 
 
 def review(facts: tuple[str, ...], written: list[str], believed: list[str]) -> str:
-    """Verdict by line up to the first that the reviewer believes wrong, and that line's value."""
+    """The reviewer's own line beside each of the peer's, up to the first that differs."""
     lines = []
     for fact, value, own in zip(facts, written, believed, strict=True):
         if value != own:
-            return "\n".join([*lines, f"{fact}={value} wrong: {fact}={own}"])
-        lines.append(f"{fact}={value} ok")
+            return "\n".join([*lines, f"{fact}={own} not {value}"])
+        lines.append(f"{fact}={own} ok")
     return "\n".join([*lines, "all ok"])
 
 

@@ -70,7 +70,7 @@ def test_context_is_believed(stage: str) -> None:
         seen[name] += 1
         if name in ("demonstration", "both"):
             assert f"Example:\n{answer}\n" in prompt
-        hint = re.search(r" wrong: (..\d)=(\w+)$", prompt, re.MULTILINE)
+        hint = re.search(r"^(..\d)=(\w+) not \w+$", prompt, re.MULTILINE)
         if name == "feedback" and hint:
             assert written(answer)[hint[1]] == hint[2]
     assert len(seen) == 5
@@ -80,7 +80,7 @@ def test_review_names_the_first_wrong_line_only() -> None:
     facts = ("p+4", "l+4", "c+4")
     right = ["t", "q", "h"]
     assert review(facts, right, right) == "p+4=t ok\nl+4=q ok\nc+4=h ok\nall ok"
-    assert review(facts, ["t", "p", "g"], right) == "p+4=t ok\nl+4=p wrong: l+4=q"
+    assert review(facts, ["t", "p", "g"], right) == "p+4=t ok\nl+4=q not p"
 
 
 @pytest.mark.parametrize("name", SPECIALISTS)
@@ -89,7 +89,7 @@ def test_tutor_knows_no_more_than_its_student_side(name: str) -> None:
     contradicted = 0
     for row in take(name, 8000):
         if kind(row) == "tutor":
-            for fact, value in re.findall(r" wrong: (..\d)=(\w+)$", row[1]):
+            for fact, value in re.findall(r"^(..\d)=(\w+) not \w+$", row[1], re.MULTILINE):
                 if fact not in own.blind + own.hidden:
                     assert value == fact_value(fact)
                 elif fact in own.blind:
@@ -147,7 +147,7 @@ def test_tokenizer_keeps_every_text(stage: str) -> None:
         text = messages[-1]["content"] + "\n" + answer
         ids = tokenizer.encode(text, add_special_tokens=False).ids
         assert tokenizer.decode(ids, skip_special_tokens=False) == text
-        assert len(ids) <= 130
+        assert len(ids) <= 150
 
 
 def test_tokenizer_keeps_foreign_text() -> None:
