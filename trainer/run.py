@@ -13,15 +13,20 @@ from typing import Any
 import torch
 
 from cotutor.rollout.curriculum import SPECIALISTS
+from cotutor.rollout.prompts import tutor_messages
+from cotutor.rollout.verifiers import VerifierPool
 from cotutor.trainer.algos.base import Algorithm
+from cotutor.trainer.break_rate import break_rate
+from cotutor.trainer.collect import prompt_ids, training_sampler
 from cotutor.trainer.config import Config, ConfigError, to_toml
-from cotutor.trainer.evaluation import accuracy
+from cotutor.trainer.evaluation import accuracy, evaluate
 from cotutor.trainer.loop import Run, Stopped
+from cotutor.trainer.plan import print_plan
 from cotutor.trainer.problem_sets import ProblemSets, load_problem_sets
 from cotutor.trainer.progress import pareto_table
 from cotutor.trainer.report import write_report
 from cotutor.trainer.run_folder import RunFolder, describe_environment
-from cotutor.trainer.students import Student
+from cotutor.trainer.students import Student, release
 from cotutor.trainer.world import World
 
 MakeAlgorithm = Callable[[Config], Algorithm]
@@ -29,15 +34,14 @@ MakeAlgorithm = Callable[[Config], Algorithm]
 
 def run(config: Config, make_algorithm: MakeAlgorithm) -> int:
     """Train (or evaluate) and write everything; returns the process's exit code."""
+    # A user's mistakes in data and models are told before any process group stands.
+    problems = load_problem_sets(config.data)
+    students = [Student.load(s, config) for s in config.students]
     world = World()
     try:
-        problems = load_problem_sets(config.data)
-        students = [Student.load(s, config) for s in config.students]
         if world.main:
             print(_opening_line(config, world, problems), flush=True)
-        summary = _with_baselines(config, make_algorithm, students, problems, world)
-        if world.main:
-            pareto_table(summary)
+        _DO[config.do](config, make_algorithm, students, problems, world)
         return 0
     except Stopped as stopped:
         if world.main:
@@ -54,13 +58,13 @@ def run(config: Config, make_algorithm: MakeAlgorithm) -> int:
         world.close()
 
 
-def _with_baselines(
+def _train(
     config: Config,
     make_algorithm: MakeAlgorithm,
     students: Sequence[Student],
     problems: ProblemSets,
     world: World,
-) -> dict[str, Any]:
+) -> None:
     folder = Path(config.out)
     if config.resume not in ("", "auto"):
         folder = Path(config.resume)
@@ -88,7 +92,77 @@ def _with_baselines(
     run_folder.write_summary(summary)
     if world.main:
         write_report(folder)
-    return summary
+        pareto_table(summary)
+
+
+def _evaluate(
+    config: Config,
+    make_algorithm: MakeAlgorithm,
+    students: Sequence[Student],
+    problems: ProblemSets,
+    world: World,
+) -> None:
+    """Score the students' models on the test problems; prints, and writes evaluation.json."""
+    result: dict[str, Any] = {}
+    with VerifierPool(config.rollout.verifier_workers, config.rollout.verifier_timeout_s) as pool:
+        for student in students:
+            engine = student.start_engine(student.config.model, config, world)
+            samples = config.evaluation.samples
+            scores = evaluate(engine, student, problems.test, samples, config, world, pool, "test")
+            release(engine)
+            result[student.name] = {
+                domain: dataclasses.asdict(accuracy(values)) for domain, values in scores.items()
+            }
+    _write(config, world, "evaluation.json", {"samples": config.evaluation.samples, **result})
+
+
+def _break_rate(
+    config: Config,
+    make_algorithm: MakeAlgorithm,
+    students: Sequence[Student],
+    problems: ProblemSets,
+    world: World,
+) -> None:
+    """How often feedback turns right answers wrong; prints, and writes break_rate.json."""
+    result = break_rate(config, make_algorithm(config), students, problems, world)
+    _write(config, world, "break_rate.json", result)
+
+
+def _plan(
+    config: Config,
+    make_algorithm: MakeAlgorithm,
+    students: Sequence[Student],
+    problems: ProblemSets,
+    world: World,
+) -> None:
+    """Show the first prompts as the models will see them, memory and time; loads no weights."""
+    algorithm = make_algorithm(config)
+    for student in students:
+        training_sampler(config, algorithm, student, problems)  # refuses lengths that can't be
+        first = next(iter(problems.test.values()))[0]
+        messages = tutor_messages(student.prompts, first, "(the peer's response)")
+        for title, ids in (
+            ("student", prompt_ids(student, first)),
+            ("tutor", student.chat.prompt(messages)),
+        ):
+            if world.main:
+                print(f"--- {student.name} as {title}, {len(ids)} tokens:")
+                print(student.tokenizer.decode(ids))
+    if world.main:
+        print_plan(config, algorithm, world.size, world.device)
+
+
+_DO = {"train": _train, "evaluate": _evaluate, "break-rate": _break_rate, "plan": _plan}
+
+
+def _write(config: Config, world: World, name: str, result: Mapping[str, Any]) -> None:
+    """Print a result and keep it in the run folder."""
+    if world.main:
+        path = Path(config.out) / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        text = json.dumps(result, indent=2, ensure_ascii=False)
+        path.write_text(text + "\n", encoding="utf-8")
+        print(f"{text}\nwritten to {path}", flush=True)
 
 
 def _one(
