@@ -118,15 +118,49 @@ def with_tail(masses: Masses, tail: str) -> Tensor:
     return masses.ids.log_softmax(1)
 
 
-class Divergence(NamedTuple):
-    """One row's loss and gradient; all float32."""
+class Compared(NamedTuple):
+    """Loss and gradient of rows; all float32."""
 
     loss: Tensor  # (rows, 1)
     at_ids: Tensor  # (rows, K) gradient to z/τ at the ids
     outside: Tensor  # (rows, 1) gradient to z/τ where z = anchor; elsewhere × exp((z - anchor)/τ)
+    anchor: Tensor  # (rows, 1) the student's
+    student_mass: Tensor  # (rows, 1) probability of the ids
+    teacher_mass: Tensor  # (rows, 1)
 
 
-def divergence(student: Masses, teacher: Masses, alpha: float, tail: str) -> Divergence:
+def student_side(
+    logits: Tensor, k: int, ids: Tensor | None, tau: float | Tensor
+) -> tuple[Tensor, Masses]:
+    """The ids (rows, K), chosen unless given, and the student's masses; `logits` is scratch."""
+    ids = top_ids(logits, k) if ids is None else ids
+    return ids, log_masses(logits, ids, tau)
+
+
+def teacher_side(logits: Tensor, ids: Tensor, tau: float | Tensor) -> Masses:
+    """The teacher's masses; `logits` is scratch."""
+    return log_masses(logits, ids, tau)
+
+
+def gradient(
+    logits: Tensor,
+    spare: Tensor,
+    ids: Tensor,
+    compared: Compared,
+    scale: Tensor,
+    tau: float | Tensor,
+    dtype: torch.dtype,
+) -> Tensor:
+    """The (rows, V) gradient to the student's logits, times `scale` (rows,), over the buffers.
+
+    `logits` is what `student_side` left: exp((z - anchor)/τ), and 0 at the ids. `spare` is a
+    second buffer and `dtype` what the products multiply in; neither is needed here.
+    """
+    factor = scale[:, None] / tau
+    return logits.mul_(compared.outside * factor).scatter_(1, ids, compared.at_ids * factor)
+
+
+def compare(student: Masses, teacher: Masses, alpha: float, tail: str) -> Compared:
     """The divergence of the buckets and its gradient in closed form (no autograd).
 
     With r = log T - log S per bucket and h = S ∂L/∂S:
@@ -155,9 +189,11 @@ def divergence(student: Masses, teacher: Masses, alpha: float, tail: str) -> Div
         h = torch.where(S == 0, 0.0, (1 - alpha) * S * s_m)
         terms = h + torch.where(T == 0, 0.0, alpha * T * t_m)
         slope = (1 - alpha) * s_m[:, -1:]
+    loss = terms.sum(1, keepdim=True)
+    rest = (student.anchor, *(side.ids.exp().sum(1, keepdim=True) for side in (student, teacher)))
     if tail == "drop":
         at_ids = h - S * h.sum(1, keepdim=True)
-        return Divergence(terms.sum(1, keepdim=True), at_ids, torch.zeros_like(student.tail))
+        return Compared(loss, at_ids, torch.zeros_like(student.tail), *rest)
     live = s[:, -1:] > -math.inf
     if tail == "clamped":  # at the clamp the tail's gradient is dead
         live = live & (student.ids.logsumexp(1, keepdim=True) <= CLAMP)
@@ -166,7 +202,7 @@ def divergence(student: Masses, teacher: Masses, alpha: float, tail: str) -> Div
     outside = student.unit.exp() * (torch.where(live, slope, 0.0) - total)
     if alpha == 0:  # p_v T_tail/S_tail, in logarithms: S_tail may be 1e-40
         outside = outside - torch.where(live, (student.unit + r[:, -1:]).exp(), 0.0)
-    return Divergence(terms.sum(1, keepdim=True), h[:, :-1] - S[:, :-1] * total, outside)
+    return Compared(loss, h[:, :-1] - S[:, :-1] * total, outside, *rest)
 
 
 def _to_mixture(r: Tensor, alpha: float) -> tuple[Tensor, Tensor]:

@@ -111,7 +111,8 @@ def split_temperature(
                 f"a number or one value per row, shape {tuple(rows)}",
                 f"shape {tuple(temperature.shape)}",
             )
-        return 1.0, temperature.detach().to(torch.float32).expand(rows).reshape(-1)
+        taus = temperature.detach().to(torch.float32).expand(rows)
+        return 1.0, taus.reshape(-1).contiguous()
     if isinstance(temperature, bool) or not isinstance(temperature, int | float):
         raise invalid(function, argument, "a number or a tensor", repr(temperature))
     if not 0.0 < temperature < float("inf"):

@@ -12,13 +12,12 @@ Source: SDPO, arXiv 2601.20802; OPCoD, arXiv 2606.14368, Table 4. Mathematics: t
 Not supported: double backward, gradients to the teacher or to the row weights, float64.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from . import common, gemm
-from .buckets import divergence, log_masses, top_ids
+from . import buckets, common, gemm
 from .rows import Rows, part_of
 from .topk_jsd import check_row_values, check_support, topk_jsd_reference
 
@@ -203,27 +202,33 @@ def _linear_topk_jsd_op(
     student_weight = gemm.prepare_weight(student_weight, student_dtype)
     teacher_weight = gemm.prepare_weight(teacher_weight, teacher_dtype)
     buffers = torch.empty(2, min(chunk, rows.count), vocab, device=device)
+    ones = torch.ones(buffers.shape[1], device=device)
+    sides: Any = buckets
+    if backend == "triton":
+        from . import triton_jsd as sides  # here: a machine without Triton can do without it
     with common.autocast_off(device):
         for i in range(0, rows.count, chunk):
             j = min(i + chunk, rows.count)
             z, z_teacher = buffers[:, : j - i]
             hidden = rows.of(student_hidden, i, j)
             gemm.logits_into(z, hidden, student_weight, student_dtype)
-            used = top_ids(z, k) if rows.ids is None else rows.ids[i:j]
-            s = log_masses(z, used, part_of(rows.tau, i, j))
+            tau = part_of(rows.tau, i, j)
+            used, s = sides.student_side(z, k, None if rows.ids is None else rows.ids[i:j], tau)
             teacher = rows.of(teacher_hidden, i, j)
             gemm.logits_into(z_teacher, teacher, teacher_weight, teacher_dtype)
-            t = log_masses(z_teacher, used, part_of(rows.teacher_tau, i, j))
-            result = divergence(s, t, alpha, tail)
+            t = sides.teacher_side(z_teacher, used, part_of(rows.teacher_tau, i, j))
+            result = sides.compare(s, t, alpha, tail)
             rows.put(per_row, i, j, result.loss[:, 0])
-            rows.put(student_mass, i, j, s.ids.exp().sum(1))
-            rows.put(teacher_mass, i, j, t.ids.exp().sum(1))
+            rows.put(student_mass, i, j, result.student_mass[:, 0])
+            rows.put(teacher_mass, i, j, result.teacher_mass[:, 0])
             if not (need_dh or need_dw):
                 continue
-            scale = (1.0 if rows.weights is None else rows.weights[i:j]) / part_of(rows.tau, i, j)
-            grads = _LogitGradient(used, result.at_ids * scale, None)
-            if tail != "drop":  # z holds exp((z - anchor)/τ), and 0 at the ids
-                grads = grads._replace(dense=z.mul_(result.outside * scale).scatter_(1, *grads[:2]))
+            scale = ones[: j - i] if rows.weights is None else rows.weights[i:j, 0]
+            if tail == "drop":
+                grads = _LogitGradient(used, result.at_ids * scale[:, None] / tau, None)
+            else:
+                dense = sides.gradient(z, z_teacher, used, result, scale, tau, student_dtype)
+                grads = _LogitGradient(used, result.at_ids, dense)
             if need_dh:
                 rows.put(dh, i, j, grads.to_hidden(student_weight, student_dtype))
             if need_dw:

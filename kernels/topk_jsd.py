@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from . import common
-from .buckets import TAILS, divergence, log_masses, masses_of_ids, top_ids
+from .buckets import TAILS, compare, log_masses, masses_of_ids, top_ids
 from .rows import part_of
 
 NAME = "topk_jsd"
@@ -206,14 +206,22 @@ def _topk_jsd_op(
     tail: str, backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """(loss (N,), ids (N, K), gradient at ids (N, K), gradient outside (N, 1), anchor (N, 1))."""
-    taus = tau if taus is None else taus[:, None]
-    teacher_taus = teacher_tau if teacher_taus is None else teacher_taus[:, None]
-    check_row_values(NAME, ids, student.shape[-1], taus, teacher_taus)
+    taus_s = tau if taus is None else taus[:, None]
+    taus_t = teacher_tau if teacher_taus is None else teacher_taus[:, None]
+    check_row_values(NAME, ids, student.shape[-1], taus_s, taus_t)
     out = _outputs(student, k)
     loss, used, at_ids, outside, anchor = out
+    rows = loss.shape[0]
+    if backend == "triton" and rows > 0:
+        from . import triton_jsd
+
+        rest = tail != "drop"
+        used, s = triton_jsd.student_side(student, k, ids, taus_s, rest)
+        t = triton_jsd.teacher_side(teacher, used, taus_t, rest)
+        result = triton_jsd.compare(s, t, alpha, tail)
+        return result.loss[:, 0], used, result.at_ids, result.outside, result.anchor
     if ids is not None:
         used.copy_(ids)
-    rows = loss.shape[0]
     step = common.choose_chunk_rows(NAME, None, rows, student.shape[-1], student.device)
     for i in range(0, rows, step):
         j = min(i + step, rows)
@@ -221,10 +229,10 @@ def _topk_jsd_op(
         if ids is None:
             used[i:j] = top_ids(z, k)
         masses = masses_of_ids if tail == "drop" else log_masses
-        s = masses(z, used[i:j], part_of(taus, i, j))
+        s = masses(z, used[i:j], part_of(taus_s, i, j))
         z.copy_(_rows(teacher, i, j))
-        t = masses(z, used[i:j], part_of(teacher_taus, i, j))
-        result = divergence(s, t, alpha, tail)
+        t = masses(z, used[i:j], part_of(taus_t, i, j))
+        result = compare(s, t, alpha, tail)
         loss[i:j] = result.loss[:, 0]
         at_ids[i:j], outside[i:j], anchor[i:j] = result.at_ids, result.outside, s.anchor
     return out
@@ -270,6 +278,15 @@ def _topk_jsd_backward_op(
     rows, vocab = ids.shape[0], student.shape[-1]
     flat = grad.view(-1, vocab)
     temperature = tau if taus is None else taus[:, None]
+    if backend == "triton" and rows > 0:
+        from . import triton_jsd
+
+        if tail == "drop":
+            flat.zero_()
+        else:
+            triton_jsd.logit_gradient(student, flat, upstream, outside, anchor, temperature)
+        triton_jsd.place_ids(flat, ids, at_ids, upstream, temperature)
+        return grad
     scale = upstream[:, None] / temperature
     at_ids, outside = at_ids * scale, outside * scale
     if tail == "drop":

@@ -18,7 +18,7 @@ def device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-@pytest.fixture(params=["torch"])
+@pytest.fixture(params=["torch", "triton"])
 def backend(request) -> str:
     """Every test that takes this runs both ways: PyTorch, and Triton (interpreted on a CPU)."""
     return request.param
