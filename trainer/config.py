@@ -255,7 +255,13 @@ def check(config: Config) -> None:
     }
     for name, value in positive.items():
         if value < 1:
-            raise ConfigError(f"--{name} must be at least 1; got {value}")
+            option = name.replace("_", "-")
+            raise ConfigError(f"--{option} must be at least 1; got {value}")
+    if config.resume not in ("", "auto") and not (Path(config.resume) / "checkpoints").is_dir():
+        raise ConfigError(
+            f"--resume {config.resume}: no run with checkpoints there; name a run folder, or use"
+            " --resume auto with --out"
+        )
     if config.steps < 0:
         raise ConfigError(f"--steps must be at least 0 (0 keeps the preset's); got {config.steps}")
     if not config.students:

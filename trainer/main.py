@@ -94,12 +94,19 @@ def _command_line(config: Config, arguments: Sequence[str]) -> Config:
 
 
 def _one_sentence(box: str) -> str:
-    """What tyro's box says before its first rule, and the option that it thinks was meant."""
-    lines = [line.strip("│╭╮╰╯ ") for line in box.splitlines()[1:]]
-    rule = next((n for n, line in enumerate(lines) if line.startswith("──")), len(lines))
-    told = " ".join(lines[:rule])
-    meant = next((line for line in lines[rule:] if line.startswith("--")), "")
-    return f"{told}; did you mean {meant}?" if meant and "Unrecognized" in told else told
+    """The first paragraph of tyro's box, and the option that it thinks was meant."""
+    # The box is drawn with rules of "─", or of "-" where the terminal knows no other.
+    lines = [line.strip("│╭╮╰╯ ") for line in box.splitlines()]
+    paragraphs: list[list[str]] = [[]]
+    for line in lines[1:]:
+        if line and not line.strip("─-"):
+            paragraphs.append([])
+        elif line:
+            paragraphs[-1].append(line)
+    filled = [p for p in paragraphs if p]
+    told = " ".join(filled[0])
+    options = [line.split()[0] for p in filled[1:] for line in p if line.startswith("--")]
+    return f"{told}; did you mean {options[0]}?" if options and "Unrecog" in told else told
 
 
 def _free_folder(stem: str) -> str:

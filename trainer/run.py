@@ -65,14 +65,7 @@ def _train(
     problems: ProblemSets,
     world: World,
 ) -> None:
-    folder = Path(config.out)
-    if config.resume not in ("", "auto"):
-        folder = Path(config.resume)
-        if not (folder / "checkpoints").is_dir():
-            raise ConfigError(
-                f"--resume {config.resume}: no run with checkpoints there; name a run folder, or"
-                " use --resume auto with --out"
-            )
+    folder = Path(config.out if config.resume in ("", "auto") else config.resume)
     main_run, summary = _one(config, folder, make_algorithm, students, problems, world, None)
     per_student = sum(p.steps for p in main_run.schedule) // len(students)
     summary["baselines"] = {}

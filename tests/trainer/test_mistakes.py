@@ -1,0 +1,135 @@
+"""A user's mistake is one sentence that names the option or the file and line, and exit code 2."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from cotutor.trainer.main import main
+
+ROOT = Path(__file__).resolve().parents[2]
+TINY = ROOT / "configs/tiny.toml"
+
+
+@pytest.fixture(autouse=True)
+def _in_the_repository(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(ROOT)
+
+
+@pytest.fixture
+def told(capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Run the command line, expect exit code 2, and return the one sentence."""
+
+    def run(*arguments: str) -> str:
+        assert main(arguments) == 2
+        captured = capsys.readouterr()
+        assert captured.err.startswith("error: ")
+        assert captured.err.count("\n") == 1
+        return captured.err.removeprefix("error: ").strip()
+
+    return run
+
+
+@pytest.fixture
+def preset(tmp_path: Path) -> Callable[[str], str]:
+    def write(text: str) -> str:
+        path = tmp_path / "preset.toml"
+        path.write_text(text)
+        return str(path)
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("arguments", "pattern"),
+    [
+        (["--opcod.k", "0"], r"--opcod\.k must be at least 1; got 0"),
+        (["--opcod.alpha", "1.5"], r"--opcod\.alpha must be in \[0, 1\]; got 1\.5"),
+        (["--opcod.kk", "3"], r"--opcod\.kk.*did you mean --opcod\.k"),
+        (["--opcod.k", "many"], r"--opcod\.k.*many"),
+        (["--algo", "magic"], r"magic.*--algo"),
+        (["--config", "nowhere.toml"], r"--config nowhere\.toml: No such file.*configs/"),
+        (["--baselines", "sdpo,magic"], r"--baselines: 'magic'"),
+        (["--baselines"], r"--baselines needs a value"),
+        (["--rollout.top-p", "0.8"], r"--rollout\.top-p must be 1"),
+        (["--rollout.temperature", "0"], r"--rollout\.temperature must be above 0"),
+        (["--policy.micro-batch-tokens", "0"], r"--policy\.micro-batch-tokens must be at least 1"),
+        (["--steps", "-1"], r"--steps must be at least 0"),
+        (["--students.0.model", "nowhere"], r"model nowhere: no such folder.*--students"),
+        (["--students.1.name", "s1"], r"names must differ"),
+        (["--resume", "nowhere"], r"--resume nowhere: no run with checkpoints"),
+    ],
+)
+def test_mistakes_on_the_command_line(
+    arguments: list[str], pattern: str, told: Callable[..., str], tmp_path: Path
+) -> None:
+    assert re.search(pattern, told("--out", str(tmp_path / "run"), *arguments), re.DOTALL)
+
+
+@pytest.mark.parametrize(
+    ("text", "pattern"),
+    [
+        ("seed = 1\n\n[opcod]\nkk = 3\n", r"preset\.toml:4.*unknown key 'kk'; did you mean 'k'\?"),
+        ("[opcod]\nk = 'many'\n", r"preset\.toml:2.*k must be int; got 'many'"),
+        ("algo = 'magic'\n", r"preset\.toml:1.*algo must be one of .*got 'magic'"),
+        ("algo = \n", r"preset\.toml: .*line 1"),
+        ("opcod = 3\n", r"preset\.toml:1.*opcod must be a table"),
+        ("algo = 'opcod'\n", r"students: name at least one"),
+    ],
+)
+def test_mistakes_in_a_preset(
+    text: str, pattern: str, told: Callable[..., str], preset: Callable[[str], str]
+) -> None:
+    assert re.search(pattern, told("--config", preset(text)))
+
+
+FILES = """
+algo = "sdpo"
+[[students]]
+name = "s"
+model = "{model}"
+[data]
+root = "{root}"
+validation_problems_per_domain = 1
+[[data.domains]]
+name = "physics"
+train = "train.json"
+test = "test.json"
+[rollout]
+max_prompt_tokens = {limit}
+"""
+ROW = {
+    "prompt": "Which one?\nA: this\nB: that\nPlease reason step by step.",
+    "answer": "A",
+    "system": "Answer.",
+    "kind": "mcq",
+    "dataset": "sciknoweval",
+}
+
+
+def write_rows(path: Path, n: int, broken: str = "") -> None:
+    rows = [json.dumps({**ROW, "idx": i, "prompt": f"{i} {ROW['prompt']}"}) for i in range(n)]
+    path.write_text("\n".join([*rows, *([broken] if broken else [])]) + "\n")
+
+
+def test_mistakes_in_data_and_models(
+    told: Callable[..., str], preset: Callable[[str], str], tmp_path: Path
+) -> None:
+    def run(model: str = "configs/tiny/s1", limit: int = 4096) -> str:
+        config = preset(FILES.format(model=model, root=tmp_path, limit=limit))
+        return told("--config", config, "--out", str(tmp_path / "run"))
+
+    assert re.search(r"train\.json: no such file; set --data\.root", run())
+    write_rows(tmp_path / "train.json", 3, broken='{"prompt": ')
+    write_rows(tmp_path / "test.json", 2)
+    assert re.search(r"train\.json:4", run())
+    write_rows(tmp_path / "train.json", 3)
+    (tmp_path / "empty").mkdir()
+    assert re.search(r"empty: the folder has no config\.json", run(model=str(tmp_path / "empty")))
+    (tmp_path / "empty/config.json").write_text("{}")
+    assert re.search(r"empty: the folder has no tokenizer", run(model=str(tmp_path / "empty")))
+    assert re.search(r"--rollout\.max-prompt-tokens 3: no prompt of physics", run(limit=3))
