@@ -134,7 +134,7 @@ def _same_constant(gold: Node, answer: Node, precision: int | None, decimals: bo
 def _same_function(
     gold: Node, answer: Node, names: list[str], decimals: bool, domain: Domain | None, seed: str
 ) -> bool | None:
-    agree, differ = (_DECIMALS_AGREE, 100 * _DECIMALS_AGREE) if decimals else (_AGREE, _DIFFER)
+    agree, differ = (_DECIMALS_AGREE, 5 * _DECIMALS_AGREE) if decimals else (_AGREE, _DIFFER)
     if has_integral(gold) or has_integral(answer):
         agree = max(agree, _INTEGRALS_AGREE)
     for points in sample(names, domain, seed):

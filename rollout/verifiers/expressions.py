@@ -62,7 +62,7 @@ def judge(
         check_size(said)
         if parameters is not None:
             return _judge_at(wanted, said, parameters, shown)
-        if wanted == said or _same_structure(wanted, said):
+        if wanted == said or same_structure(wanted, said, _STRUCTURE_S):
             return judged(True, shown, "same structure")
         decided = same_value(wanted, said, domain=domain, seed=gold)
         if decided is not None:
@@ -88,13 +88,6 @@ def read(text: str) -> Node:
 def _complex(gold: str) -> Node:
     """Parse a gold value that may be written as Python writes complex numbers."""
     return read(re.sub(r"(?<=[\d.])j", "*i", gold))
-
-
-def _same_structure(gold: Node, answer: Node) -> bool:
-    try:
-        return same_structure(gold, answer, _STRUCTURE_S)
-    except GrammarError:
-        return False
 
 
 def _judge_at(gold: Node, answer: Node, parameters: Mapping[str, float], shown: str) -> Verdict:

@@ -230,6 +230,8 @@ class _Parser(Levels):
     def worded(self, command: str) -> Node:
         words, self.at = self.group_text(self.at)
         plain = words.strip("() .")
+        if (command, plain) == (r"\mathbb", "R"):
+            return ("interval", False, False, ("neg", ("const", "oo")), ("const", "oo"))
         if command in ("\\text", "\\textbf", "\\mbox", "\\textrm", "\\textit") or len(plain) != 1:
             return ("text", " ".join(plain.split()))
         self.tokens.insert(self.at, ("name", plain, False))

@@ -132,6 +132,8 @@ class Levels:
     def juxtaposed(self, left: Node) -> Node:
         """A product without a sign, or a mixed number."""
         before = self.peek(-1) if self.at else ("end", "", False)
+        if left[0] == "neg" and left[1][0] == "num" and before[0] == "num":
+            return ("neg", self.juxtaposed(left[1]))
         kind, text, _ = self.peek()
         if kind == "num":
             denominator = self.peek(2)

@@ -104,6 +104,7 @@ _THOUSANDS = [
 ]
 _SPACED = re.compile(r"(?<![\d.,/^_{])(\d{1,3})((?: \d{3})+)(?![\d/])")
 _COMMAS = re.compile(r"(?<![\d.,\w])(\d{1,3})((?:,\d{3})+)(?![\d,]|\.\d*,)")
+_EMPTY = re.compile(r"(?<![\\\w}])\{\s*\}")
 _DOUBLED = re.compile(r"\\\\(?=[a-zA-Z(){}\[\],!;])")
 
 
@@ -113,7 +114,7 @@ def plain_math(text: str) -> str:
         text = _DOUBLED.sub(r"\\", text)
     text = _VULGAR.sub(lambda m: f"{m[1]} {_FRACTIONS[m[2]]}" if m[1] else _FRACTIONS[m[2]], text)
     text = nfkc(text.translate(_SIGN_TABLE)).translate(_SIGN_TABLE)
-    for pattern in _THOUSANDS:
+    for pattern in (*_THOUSANDS, _EMPTY):
         text = pattern.sub("", text)
     text = _GAP.sub(" ", _DROPPED.sub("", text))
     for pattern, spelling in _SPELLINGS:

@@ -4,8 +4,12 @@ import re
 import unicodedata
 from fractions import Fraction
 
+from .grammar import parse
+from .lexer import GrammarError, LimitError
+from .normalise import join_thousands, plain_math
 from .plain_text import normalised
 from .statements import numbers_in, stated
+from .values import exact
 from .verdict import Verdict, judged, unjudged
 
 _POWER_OF_TEN = re.compile(
@@ -13,6 +17,7 @@ _POWER_OF_TEN = re.compile(
 )
 _VULGAR = {"½": "1/2", "⅓": "1/3", "⅔": "2/3", "¼": "1/4", "¾": "3/4"}
 _MAX_DIGITS = 400
+_MAX_EXPRESSION_CHARS = 200
 
 
 def judge(
@@ -53,8 +58,20 @@ def judge(
         if lone is None:
             return unjudged("no_answer")
         found = [lone]
+    if location == "end" and statement and (worked := _worked_out(statement.text)) is not None:
+        found = [str(worked)]
     right = next((n for n in found if _agree(wanted[-1], n, rel_tol, abs_tol)), None)
     return judged(right is not None, right or found[-1])
+
+
+def _worked_out(text: str) -> Fraction | None:
+    """Return the value of an answer that is a sum or has a sign in front of a bracket."""
+    if len(text) > _MAX_EXPRESSION_CHARS or not re.search(r"\d", text) or "%" in text:
+        return None
+    try:
+        return exact(parse(join_thousands(plain_math(text))))
+    except (GrammarError, LimitError):
+        return None
 
 
 def _spelled(text: str) -> str | None:

@@ -64,8 +64,10 @@ def _same_scalar(gold: Node, answer: Node, rules: Rules) -> bool | None:
         as_number = (_inside(gold, "pct"), _inside(answer, "pct"))
         if same_value(*as_number, rules.precision, seed=rules.seed):
             return True
-    if (gold[0] == "deg") != (answer[0] == "deg"):
-        gold, answer = _inside(gold, "deg"), _inside(answer, "deg")
+    if (gold[0] == "deg") != (answer[0] == "deg"):  # 90° is 90 and π/2
+        as_number = (_inside(gold, "deg"), _inside(answer, "deg"))
+        if same_value(*as_number, rules.precision, seed=rules.seed):
+            return True
     if "text" in (gold[0], answer[0]):
         return None
     if "base" in (gold[0], answer[0]):
@@ -154,6 +156,9 @@ def _relation_and_value(gold: Node, answer: Node, rules: Rules) -> bool | None:
         return same(value, answer, rules) if gold[0] == "rel" else same(gold, value, rules)
     if answer[0] == "rel" and set(answer[1]) == {"="} and not symbols(answer):
         return same(gold, answer[2][-1], rules)  # 35 + 70 = 105
+    as_interval = [_solved(node) for node in (gold, answer)]
+    if as_interval[0] and as_interval[1]:
+        return _same_interval(as_interval[0], as_interval[1], rules)
     relation = gold if gold[0] == "rel" else answer
     other = answer if gold[0] == "rel" else gold
     if other[0] == "list":  # a = 4, -8, -10 against one relation: no
@@ -258,6 +263,26 @@ def _interval(node: Node) -> Node | None:
     if node[0] == "tuple" and len(node) == 3:
         return ("interval", False, False, *node[1:])
     return None
+
+
+def _solved(node: Node) -> Node | None:
+    """Return the interval of `x < 3`, `2 <= x < 5` and of an interval; None for other trees."""
+    if node[0] != "rel":
+        return _interval(node)
+    operators, terms = node[1], node[2]
+    if operators[0][0] == ">" and all(o[0] == ">" for o in operators):
+        operators, terms = tuple(_FLIPPED[o] for o in operators[::-1]), terms[::-1]
+    if not all(o in ("<", "<=") for o in operators) or len(terms) > 3:
+        return None
+    if len(terms) == 2:  # one side is open
+        if terms[0][0] == "sym":
+            operators, terms = ("<", *operators), (("neg", ("const", "oo")), *terms)
+        else:
+            operators, terms = (*operators, "<"), (*terms, ("const", "oo"))
+    low, name, high = terms
+    if name[0] != "sym" or symbols(low) or symbols(high):
+        return None
+    return ("interval", operators[0] == "<=", operators[1] == "<=", low, high)
 
 
 def _same_union(gold: Node, answer: Node, rules: Rules) -> bool | None:

@@ -135,7 +135,7 @@ def same_structure(gold: Node, answer: Node, seconds: float) -> bool:
     try:
         with within(seconds):
             return bool(to_sympy(gold) == to_sympy(answer))
-    except OutOfBudget:
+    except (OutOfBudget, Exception):  # sympy raises all sorts on odd input: then it can't tell
         return False
 
 
@@ -147,7 +147,7 @@ def same_after_simplification(gold: Node, answer: Node, seconds: float) -> bool 
         with within(seconds):
             difference = to_sympy(gold) - to_sympy(answer)
             return True if sympy.simplify(difference) == 0 else None
-    except OutOfBudget:
+    except (OutOfBudget, Exception):  # as above
         return None
 
 

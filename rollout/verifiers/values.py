@@ -136,7 +136,9 @@ class Evaluator:
             raise GrammarError(f"{node[0]} has no value") from None
         try:
             value = method(node)
-        except (ZeroDivisionError, OverflowError, self.mp.NoConvergence) as error:
+        except (GrammarError, LimitError, OutsideDomain):
+            raise
+        except (ArithmeticError, ValueError, TypeError, self.mp.NoConvergence) as error:
             raise OutsideDomain(str(error)) from error
         if isinstance(value, bool):
             return value
@@ -305,8 +307,4 @@ class Evaluator:
         spelled |= {"log10": "log", "log2": "log", "gcd": "nan", "lcm": "nan"}
         if name in ("log10", "log2"):
             values.append(mp.mpf(10 if name == "log10" else 2))
-        function = getattr(mp, spelled.get(str(name), str(name)))
-        try:
-            return function(*values)
-        except (TypeError, ValueError) as error:
-            raise OutsideDomain(f"{name}: {error}") from error
+        return getattr(mp, spelled.get(str(name), str(name)))(*values)
