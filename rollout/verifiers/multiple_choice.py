@@ -16,7 +16,8 @@ from .verdict import Verdict, judged, unjudged
 
 _CUE = re.compile(
     r"\b(?:answer|option|choice)s?\b[^\S\n]*(?:(?:to|of|for)\b[^\n.:]{0,60}?)?[*_\"'`]{0,4}"
-    r"[^\S\n]*(?:is|are|:|=|-|–|—|\bwould be|\bmust be|\bshould be|\bwill be)",
+    r"[^\S\n]*(?:is|are|:|=|-|–|—|\bwould be|\bmust be|\bshould be|\bwill be)"
+    r"|(?:答案|回答)[是为:]?",
     re.IGNORECASE,
 )
 _PICK = re.compile(
@@ -32,8 +33,8 @@ _NEGATION = re.compile(
     re.IGNORECASE,
 )
 _LEAD = re.compile(
-    r"(?:\b(?:is|be|are|leaving|leaves|choose|pick|select|say|with|but|to|option|choice|letter)"
-    r"|^|[:=])[\s(\"'*$]*$",
+    r"(?:\b(?:is|be|are|leaving|leaves|choose|pick|select|say|with|but|to|option|choice|letter"
+    r"|therefore|thus|hence|clearly|both|either|rather)|^|[:=])[\s(\"'*$]*$",
     re.IGNORECASE,
 )
 _DECOR = re.compile(r"[\s*_`\"'“”‘’$()\[\]{}<>#.:,;!\\-]+")
@@ -47,6 +48,13 @@ _BEFORE_CHOICE = re.compile(
 _AFTER_WORDLIKE = re.compile(
     r"\s*(?:$|[\n.,;:!?)\]}*_\"'`/&$\\<>。、，；：-]|(?:because|since|as|for|which|and|or|but|with"
     r"|given|due|is|not|rather|in|by|from)\b|[A-Z]\b)"
+)
+_NAMED = re.compile(r"\b(?:option|choice|letter)\W*$", re.IGNORECASE)
+_REASON = re.compile(r"[\s,]*(?:because|since|as|for|due|given|which|and not|rather|not)\b")
+_BEFORE_AFFIRMED = re.compile(
+    r"(?:^|[^\w\s]\s*|\n\s*|\b(?:option|choice|letter|statement|answer|so|thus|therefore|hence|because"
+    r"|since|think|believe|that|and|but|only|then|conclude|say)\s+)[(*_\"]{0,3}$",
+    re.IGNORECASE,
 )
 _SENTENCE_END = re.compile(r"\n|[.!?;](?=\s|$)|[。！？；]")
 _OPENERS = " \t\n*_`\"'“”$({[\\:=-"
@@ -126,13 +134,24 @@ def _stated(text: str, texts: dict[str, str]) -> frozenset[str]:
     """Return the letters that the visible text states, empty when it states none."""
     tagged = last_tag(text, "answer")
     if tagged is not None:
-        return _choice(tagged, texts) or _last_statement(nfkc(tagged), texts)
+        tagged = nfkc(tagged)
+        return _choice(tagged, texts) or _last_statement(tagged, texts) or _reasoned(tagged, texts)
     text = nfkc(text)
     said = _last_statement(text, texts)
     if said:
         return said
     lines = [line for line in text.split("\n") if _DECOR.sub("", line)]
-    return _choice(lines[-1], texts) if lines else frozenset()
+    last = [_choice(line, texts) for line in lines[-2:]]
+    if len(last) == 2 and last[0] and last[0] != last[1]:  # the options, listed again
+        return frozenset()
+    return last[-1] if last else frozenset()
+
+
+def _reasoned(content: str, texts: dict[str, str]) -> frozenset[str]:
+    """Return the letters of "C because …", empty for other texts."""
+    content = _PREAMBLE.sub("", content)
+    match = _letter_list(content, texts, any_case=False)
+    return match[0] if match and _REASON.match(content, match[1]) else frozenset()
 
 
 def _choice(content: str, texts: dict[str, str]) -> frozenset[str]:
@@ -146,7 +165,7 @@ def _choice(content: str, texts: dict[str, str]) -> frozenset[str]:
     lead = _BEFORE_CHOICE.match(content)
     if lead:
         content = re.sub(r"^[\s*_`\"'“”$({\[\\#-]+", "", content[lead.end() :])
-    match = _letter_list(content, texts, any_case=not lead)
+    match = _letter_list(content, texts, any_case=not lead or bool(_NAMED.search(lead[0])))
     if not match:
         return frozenset()
     letters, end = match
@@ -177,7 +196,7 @@ def _letter_list(
         char = content[start : start + 1]
         letter = char.upper()
         following = content[start + 1 : start + 40]
-        if letter not in texts or re.match(r"[\w'’+^=]", following):
+        if letter not in texts or re.match(r"[\w+^=]|['’]\w", following):
             break
         if char.islower() and not (any_case and not letters and _ends(following)):
             break
@@ -201,11 +220,10 @@ def _last_statement(text: str, texts: dict[str, str]) -> frozenset[str]:
         for match in pattern.finditer(text):
             found.append((match.start(), partial(_after_cue, text, match.end(), texts)))
     names = "".join(sorted(texts))
-    affirmed = re.compile(
-        rf"(?<![\w'’])(?:option\s+)?[(*_\"]{{0,3}}([{names}])[)*_\"]{{0,3}}\s+{_AFFIRMED}"
-    )
+    affirmed = re.compile(rf"(?<![\w'’])([{names}])[)*_\"]{{0,3}}\s+{_AFFIRMED}")
     for match in affirmed.finditer(text):
-        if not _NEGATION.search(text[max(0, match.start() - 40) : match.start()]):
+        before = text[max(0, match.start() - 40) : match.start()]
+        if _BEFORE_AFFIRMED.search(before) and not _NEGATION.search(before):
             found.append((match.start(), partial(frozenset, match.group(1))))
     found.sort(key=lambda item: item[0])
     for _, read in found[: -_MAX_STATEMENTS - 1 : -1]:

@@ -38,6 +38,18 @@ CHOICES = [
     ("B, because of C.", ""),
     ("Option C is correct.", "C"),
     ("A and B fail; I cannot tell.", ""),
+    ("<answer>C because of X</answer>", "C"),
+    ("<answer>A car moves</answer>", ""),
+    ("The best option is therefore C.", "C"),
+    ("The answer is 'C'.", "C"),
+    ("The answer is both A and C.", "A,C"),
+    ("The answer is neither A nor B but C.", "C"),
+    ("The answer is C. Wait, the answer is D.", "D"),
+    ("<answer>C</answer> The answer is D.", "C"),
+    ("A: 1\nB: 2\nC: 3\nD: 4", ""),
+    ("正确答案是 C。", "C"),
+    ("Vitamin C is the answer.", ""),
+    ("\\boxed{\\textbf{(C)}\\ 3.0}", "C"),
     ("x" * 200_000 + "\n<answer>A</answer>", "A"),
 ]
 
