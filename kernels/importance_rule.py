@@ -136,9 +136,10 @@ def weigh_torch(
     here = sequences.clamp_min(0).long()
 
     size = rule.num_sequences
-    per_sequence = torch.stack(
-        [segment_sums_torch(x, sequences, size) for x in (d, torch.ones_like(d))]
-    )
+    per_sequence = d.new_zeros((2, size), dtype=torch.float64)
+    if sequence_ids is not None:
+        per_sequence[0] = segment_sums_torch(d, sequences, size)
+        per_sequence[1] = segment_sums_torch(torch.ones_like(d), sequences, size)
     v = _level_values(d, turns, per_sequence, here, rule)
     outside = (v > rule.log_upper) | (v < rule.log_lower)
     dropped = torch.zeros(size, dtype=torch.bool, device=d.device)
