@@ -170,7 +170,7 @@ class Run:
             "round": phase.round,
             "phase": self.state.phase,
             "student": student.name,
-            "reward": totals["reward"] / max(1.0, totals["rollouts"]),
+            "reward": totals.pop("right") / max(1.0, totals["rollouts"]),
             "lr": lr,
             "grad_norm": grad_norm,
             "skipped": skipped,

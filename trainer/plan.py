@@ -26,6 +26,7 @@ from cotutor.rollout.models import ModelError, _locate
 from cotutor.trainer.algos.base import Algorithm
 from cotutor.trainer.config import Config, ConfigError
 from cotutor.trainer.policy import compute_dtype
+from cotutor.trainer.progress import wide_console
 
 # What a caching allocator loses to fragments, and a CUDA context with its libraries.
 _USABLE_SHARE = 0.93
@@ -216,8 +217,8 @@ def check_memory(plan: Sequence[Component], available: int) -> None:
     parts = [c for c in plan if c.when in helps and c.option]
     largest = max(parts or [c for c in plan if c.option], key=lambda c: c.bytes)
     raise ConfigError(
-        f"plan: a step needs {_gib(peak)} GiB and {_gib(int(_USABLE_SHARE * available))} of"
-        f" {_gib(available)} are usable; {largest.name} takes {_gib(largest.bytes)}:"
+        f"plan: a step needs {_size(peak)} and {_size(_USABLE_SHARE * available)} of"
+        f" {_size(available)} are usable; {largest.name} takes {_size(largest.bytes)}:"
         f" change {largest.option}"
     )
 
@@ -238,7 +239,7 @@ class Rates(NamedTuple):
 
 
 def measure_rates(device: torch.device, dtype: torch.dtype) -> Rates:
-    """A second of matrix products and copies on the device."""
+    """About a second of matrix products and copies on the device."""
     n = 8192 if device.type == "cuda" else 1024
     a = torch.randn(n, n, device=device).to(dtype)
     source = torch.empty((1 << 30) if device.type == "cuda" else (1 << 27), dtype=torch.uint8)
@@ -250,16 +251,16 @@ def measure_rates(device: torch.device, dtype: torch.dtype) -> Rates:
 
 
 def _seconds(function: Any, device: torch.device) -> float:
-    """The best of some repetitions within half a second, after a warm-up."""
-    best, stop = math.inf, time.perf_counter() + 0.5
+    """The best of at least three repetitions, within half a second after a warm-up."""
     function()
-    while time.perf_counter() < stop:
+    times: list[float] = []
+    while len(times) < 3 or sum(times) < 0.5:
         start = time.perf_counter()
         function()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        best = min(best, time.perf_counter() - start)
-    return best
+        times.append(time.perf_counter() - start)
+    return min(times)
 
 
 def time_plan(
@@ -309,24 +310,26 @@ def print_plan(
     console: Console | None = None,
 ) -> None:
     """Print memory and time of a step on this machine. Raises ConfigError if it can't fit."""
-    console = console or Console(highlight=False)
+    console = console or wide_console()
     plan = memory_plan(config, algorithm, world_size, device)
-    where = f"memory of each of {world_size} rank(s), GiB"
+    where = f"memory of each of {world_size} rank(s)"
     table = Table(title=where, title_justify="left", box=box.SIMPLE_HEAD)
-    for name in ("component", "held", "GiB", "smaller by"):
-        table.add_column(name, justify="right" if name == "GiB" else "left")
+    for name in ("component", "held", "size", "smaller by"):
+        table.add_column(name, justify="right" if name == "size" else "left")
     for component in plan:
-        table.add_row(component.name, component.when, _gib(component.bytes), component.option)
+        table.add_row(component.name, component.when, _size(component.bytes), component.option)
     available = available_bytes(device)
-    table.add_row("peak", "", _gib(peak_bytes(plan)), f"of {_gib(available)} on this {device.type}")
+    table.add_row(
+        "peak", "", _size(peak_bytes(plan)), f"of {_size(available)} on this {device.type}"
+    )
     console.print(table)
     dtype = compute_dtype(config.policy, device)
     rates = measure_rates(device, dtype)
     sizes = [model_sizes(s.model) for s in config.students]
     seconds = time_plan(config, algorithm, sizes, world_size, dtype.itemsize, rates)
-    parts = ", ".join(f"{name} {value:.0f}" for name, value in seconds.items())
+    parts = ", ".join(f"{name} {_short(value)}" for name, value in seconds.items())
     console.print(
-        f"time: at most about {sum(seconds.values()):.0f} s a step ({parts}), if every text had its"
+        f"time: at most about {_short(sum(seconds.values()))} s a step ({parts}), if every text had its"
         f" maximum length, at this machine's {rates.flops / 1e12:.2f} TFLOP/s and"
         f" {rates.bytes / 1e9:.0f} GB/s; overheads are not counted",
         markup=False,
@@ -334,6 +337,10 @@ def print_plan(
     check_memory(plan, available)
 
 
-def _gib(number: int) -> str:
-    gib = number / 2**30
-    return f"{gib:.2f}" if gib < 10 else f"{gib:.1f}"
+def _size(number: float) -> str:
+    unit, name = (2**30, "GiB") if number >= 2**30 else (2**20, "MiB")
+    return f"{number / unit:.1f} {name}"
+
+
+def _short(seconds: float) -> str:
+    return f"{seconds:.0f}" if seconds >= 10 else f"{seconds:.2g}"

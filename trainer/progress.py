@@ -192,14 +192,18 @@ def feedback_shares(counts: Mapping[str, float]) -> dict[str, float]:
     return {name: n / total for name, n in outcomes.items()} if total else {}
 
 
+def wide_console() -> Console:
+    """Standard output; a pipe has no width, so rows are kept whole there, to be read by line."""
+    return Console(highlight=False, width=None if sys.stdout.isatty() else 160)
+
+
 def pareto_table(summary: Mapping[str, Any], console: Console | None = None) -> None:
     """Print the results of a run and of its baselines, and the verdict on a line of its own.
 
     A student's training is a Pareto improvement if its accuracy fell in no domain and rose in at
     least one, against the start; a mutual one if that holds for every student.
     """
-    # A pipe has no width: rows are kept whole there, for those who read them by line.
-    console = console or Console(highlight=False, width=None if sys.stdout.isatty() else 160)
+    console = console or wide_console()
     if not summary["students"]:
         console.print("no evaluation: this algorithm samples nothing while it trains", markup=False)
         return

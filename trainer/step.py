@@ -115,7 +115,7 @@ def loss_metrics(sums: dict[str, float]) -> dict[str, float]:
 def rollout_counts(rollouts: Sequence[Trajectory]) -> dict[str, float]:
     return {
         "rollouts": len(rollouts),
-        "reward": sum(r.reward for r in rollouts),
+        "right": sum(r.reward for r in rollouts),
         "truncated": sum(r.finish_reason == "length" for r in rollouts),
         "no_answer": sum(r.status == "no_answer" for r in rollouts),
         "timed_out": sum(r.status == "timed_out" for r in rollouts),
