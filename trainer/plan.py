@@ -327,9 +327,10 @@ def print_plan(
     rates = measure_rates(device, dtype)
     sizes = [model_sizes(s.model) for s in config.students]
     seconds = time_plan(config, algorithm, sizes, world_size, dtype.itemsize, rates)
+    total = _short(sum(seconds.values()))
     parts = ", ".join(f"{name} {_short(value)}" for name, value in seconds.items())
     console.print(
-        f"time: at most about {_short(sum(seconds.values()))} s a step ({parts}), if every text had its"
+        f"time: at most about {total} s a step ({parts}), if every text had its"
         f" maximum length, at this machine's {rates.flops / 1e12:.2f} TFLOP/s and"
         f" {rates.bytes / 1e9:.0f} GB/s; overheads are not counted",
         markup=False,
