@@ -15,6 +15,7 @@ from torch import Tensor
 
 from cotutor.kernels import linear_token_logprobs, linear_token_logprobs_reference, token_logprobs
 
+GEMMS = ("forward", "hidden", "weight")
 Function = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor | None]]
 
 
@@ -126,7 +127,8 @@ def bench_linear_token_logprobs(benchmark, bench, name):
         name,
         step,
         checked=checked,
-        gemms=("forward", "hidden", "weight"),
+        gemms=GEMMS,
+        traffic=bench.gemm_traffic(*GEMMS),
         note=note,
     )
 
@@ -181,4 +183,5 @@ def bench_token_logprobs(benchmark, bench, direction, entropy):
         forward if direction == "forward" else backward,
         checked=checked,
         moved=passes * logits.numel() * logits.element_size(),
+        flops=5 * logits.numel(),  # scale, subtract, exp, and one product summed
     )

@@ -14,6 +14,7 @@ from torch import Tensor
 from cotutor.kernels import linear_topk_jsd, linear_topk_jsd_reference, topk_jsd
 
 ALPHA = 0.5
+GEMMS = ("forward", "forward", "hidden", "weight")
 Function = Callable[[Tensor, Tensor, Tensor, Tensor, int], Tensor]
 
 
@@ -133,7 +134,8 @@ def bench_linear_topk_jsd(benchmark, bench, name):
         name,
         step,
         checked=checked,
-        gemms=("forward", "forward", "hidden", "weight"),
+        gemms=GEMMS,
+        traffic=bench.gemm_traffic(*GEMMS),
         note=note,
     )
 
@@ -161,5 +163,6 @@ def bench_topk_jsd(benchmark, bench, direction):
         f"cotutor, {direction}",
         forward if direction == "forward" else backward,
         checked=checked,
+        flops=5 * 2 * student.numel(),  # scale, subtract, exp, one product summed; two rows
         moved=2 * rows * row,  # forward: student and teacher; backward: one read, one write
     )

@@ -94,6 +94,15 @@ class Bench:
         }
         return sum(self._seconds(f"gemm {name}", steps[name]) for name in names)
 
+    def gemm_flops(self, *names: str) -> int:
+        """Multiplications and additions of so many GEMMs of one LM head."""
+        return len(names) * 2 * self.shape.rows * self.shape.vocab * self.shape.width
+
+    def gemm_traffic(self, *names: str) -> int:
+        """Bytes of the operands and results of so many GEMMs, each moved once."""
+        n, v, d = self.shape.rows, self.shape.vocab, self.shape.width
+        return len(names) * (n * v + n * d + v * d) * self.shape.dtype.itemsize
+
     def copy_rate(self) -> float:
         """Bytes per second, read and written, of a large device-to-device copy."""
         size = (1 << 30) if self.device.type == "cuda" else (1 << 27)
@@ -134,6 +143,8 @@ class Bench:
         checked: str,
         gemms: tuple[str, ...] = (),
         moved: int | None = None,
+        traffic: int | None = None,
+        flops: int | None = None,
         note: str = "",
     ) -> None:
         """Time `step`, then its peak memory, and keep one result.
@@ -141,6 +152,8 @@ class Bench:
         Args:
             gemms: the bare GEMMs that the operation can't do without.
             moved: bytes that the operation has to move, for a share of the copy rate.
+            traffic: bytes for the roofline plot, where GEMMs make them more than `moved`.
+            flops: floating-point operations for the plot; default: those of the GEMMs.
             note: what this implementation does otherwise than ours.
         """
         peak = self.peak_bytes(step)  # also warms up
@@ -160,6 +173,9 @@ class Bench:
             "seconds_min": benchmark.stats.stats.min,
             "rounds": self.rounds,
             "gemm_seconds": baseline,
+            "gemm_flops": self.gemm_flops(*gemms),
+            "flops": flops or self.gemm_flops(*gemms) or None,
+            "traffic": traffic or moved,
             "gemm_ratio": seconds / baseline if baseline else None,
             "bytes_moved": moved,
             "copy_share": moved / seconds / self.copy_rate() if moved else None,

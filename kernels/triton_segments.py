@@ -294,7 +294,8 @@ def importance_weights(
     weights = torch.empty(size, dtype=torch.float32, device=device)
     keep = torch.empty(size, dtype=torch.uint8, device=device)
     programs = triton.cdiv(size, BLOCK_TOKENS)
-    partials = torch.empty((programs, PARTIALS), dtype=torch.float32, device=device)
+    partials = torch.zeros((max(programs, 1), PARTIALS), dtype=torch.float32, device=device)
+    partials[:, 13] = torch.inf  # the smallest weight of no tokens
     sums, counts, bad = per_sequence or (weights, weights, weights)
     if programs:
         _importance_weights_kernel[(programs,)](

@@ -4,8 +4,8 @@ import math
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from properties import HealthCheck, given, settings
+from properties import strategies as st
 
 from cotutor.kernels.linear_token_logprobs import (
     linear_token_logprobs,
@@ -13,19 +13,29 @@ from cotutor.kernels.linear_token_logprobs import (
 )
 from cotutor.kernels.token_logprobs import TokenLogprobs
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BACKENDS = ["torch", "triton"]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 KEEP = [0, 1 << 20]  # multiply again in the backward pass, or keep the probabilities
 
 
+@pytest.fixture(autouse=True)
+def on_device(request, device):
+    """Tensors are made on the GPU where there is one; a failed assertion there ends the process."""
+    errors = request.node.name.startswith("test_errors")
+    torch.set_default_device("cpu" if errors else device)
+    yield
+    torch.set_default_device("cpu")
+
+
 def problem(rows=9, vocab=70, width=12, dtype=torch.float32, seed=0):
     """Hidden states, LM head, targets, turn ids with masked rows, upstream gradients."""
-    rng = torch.Generator().manual_seed(seed)
-    hidden = torch.randn(rows, width, generator=rng).to(dtype)
-    weight = torch.randn(vocab, width, generator=rng).to(dtype)
-    targets = torch.randint(0, vocab, (rows,), generator=rng)
-    turns = torch.randint(-1, 3, (rows,), generator=rng)
-    return hidden, weight, targets, turns, torch.randn(3, max(rows, 3), generator=rng)
+    torch.manual_seed(seed)
+    hidden = torch.randn(rows, width).to(dtype)
+    weight = torch.randn(vocab, width).to(dtype)
+    targets = torch.randint(0, vocab, (rows,))
+    turns = torch.randint(-1, 3, (rows,))
+    return hidden, weight, targets, turns, torch.randn(3, max(rows, 3))
 
 
 def scalar(out, upstream):
@@ -255,7 +265,7 @@ class TestInputsThatBrokeOthers:
             linear_token_logprobs, hidden.bfloat16(), weight, targets, **options
         )
         assert [grad.dtype for grad in want] == [torch.bfloat16, torch.float32]
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(DEVICE, torch.bfloat16):
             out, *cast = values_and_gradients(
                 linear_token_logprobs, hidden, weight, targets, **options
             )

@@ -4,24 +4,33 @@ import math
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
+from properties import HealthCheck, given, settings
+from properties import strategies as st
 
 from cotutor.kernels.common import TRITON_INTERPRETED
 from cotutor.kernels.token_logprobs import TokenLogprobs, token_logprobs, token_logprobs_reference
 
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 BACKENDS = ["torch", "triton"]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
-RNG = torch.Generator()
+
+
+@pytest.fixture(autouse=True)
+def on_device(request, device):
+    """Tensors are made on the GPU where there is one; a failed assertion there ends the process."""
+    errors = request.node.name.startswith("test_errors")
+    torch.set_default_device("cpu" if errors else device)
+    yield
+    torch.set_default_device("cpu")
 
 
 def problem(rows=6, vocab=67, dtype=torch.float32, seed=0, scale=3.0):
     """Logits, targets, turn ids with masked rows, and one upstream gradient for every output."""
-    RNG.manual_seed(seed)
-    logits = (scale * torch.randn(rows, vocab, generator=RNG)).to(dtype)
-    targets = torch.randint(0, vocab, (rows,), generator=RNG)
-    turns = torch.randint(-1, 3, (rows,), generator=RNG)
-    return logits, targets, turns, torch.randn(3, max(rows, 3), generator=RNG)
+    torch.manual_seed(seed)
+    logits = (scale * torch.randn(rows, vocab)).to(dtype)
+    targets = torch.randint(0, vocab, (rows,))
+    turns = torch.randint(-1, 3, (rows,))
+    return logits, targets, turns, torch.randn(3, max(rows, 3))
 
 
 def scalar(out: TokenLogprobs, upstream: torch.Tensor) -> torch.Tensor:
@@ -180,9 +189,9 @@ class TestInputsThatBrokeOthers:
         assert (out.logprobs > -1e-6).all()
 
     def test_sequence_first_seen_as_batch_first(self, backend):
-        RNG.manual_seed(1)
-        logits = torch.randn(5, 2, 33, generator=RNG).transpose(0, 1)
-        targets = torch.randint(0, 33, (2, 5), generator=RNG)
+        torch.manual_seed(1)
+        logits = torch.randn(5, 2, 33).transpose(0, 1)
+        targets = torch.randint(0, 33, (2, 5))
         got = token_logprobs(logits, targets, entropy=True, backend=backend)
         want = token_logprobs(logits.contiguous(), targets, entropy=True, backend=backend)
         assert got.logprobs.shape == (2, 5)
@@ -233,7 +242,7 @@ class TestInputsThatBrokeOthers:
     def test_no_grad_and_autocast_give_the_same_number(self, backend):
         logits, targets, _, _ = problem()
         want = token_logprobs(logits.requires_grad_(), targets, backend=backend).logprobs
-        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        with torch.no_grad(), torch.autocast(DEVICE, torch.bfloat16):
             got = token_logprobs(logits, targets, backend=backend).logprobs
         assert not got.requires_grad
         assert torch.equal(got, want)
