@@ -338,6 +338,7 @@ class Run:
             teacher=self.algorithm.teacher,
             teacher_rate=self.algorithm.teacher_rate,
             seed=self.config.seed,
+            vocab_size=len(student.tokenizer),
         )
         saved = self.state.policies.get(student.name)
         if saved:

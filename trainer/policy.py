@@ -33,9 +33,10 @@ T = TypeVar("T")
 class Scorer(nn.Module):
     """A causal LM as FSDP sees it: trunk, then a function of the hidden states and the LM head."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, vocab_size: int | None) -> None:
         super().__init__()
         self.model = model
+        self.vocab_size = vocab_size
 
     def forward(
         self,
@@ -46,7 +47,8 @@ class Scorer(nn.Module):
         """ids (B, L) → function(hidden (N, D) at the flat positions row_index, head (V, D))."""
         hidden = self.model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state
         rows = hidden.reshape(-1, hidden.shape[-1]).index_select(0, row_index)
-        return function(rows, self.model.get_output_embeddings().weight)
+        # Rows of a padded head beyond the tokenizer are no tokens: the engine never samples them.
+        return function(rows, self.model.get_output_embeddings().weight[: self.vocab_size])
 
 
 class Policy:
@@ -58,6 +60,8 @@ class Policy:
         teacher: "ema", "initial" and "trust_region" keep a second sharded copy; "current" uses the
             student's own weights; None has no teacher.
         teacher_rate: EMA rate, or trust_region's share of the current model's logits.
+        seed: of the weights of a student with `random_init`.
+        vocab_size: how many rows of the LM head are tokens; None: all.
     """
 
     def __init__(
@@ -70,6 +74,7 @@ class Policy:
         teacher: Literal["ema", "current", "initial", "trust_region"] | None,
         teacher_rate: float,
         seed: int,
+        vocab_size: int | None = None,
     ) -> None:
         self.world = world
         self.config = config
@@ -77,6 +82,7 @@ class Policy:
         self.teacher_rate = teacher_rate
         self.max_grad_norm = optimizer.max_grad_norm
         self.compute_dtype = compute_dtype(config, world.device)
+        self._vocab_size = vocab_size
         self._init_seed = seed if student.random_init else None
         self.student = self._sharded(student.model, trainable=True)
         keeps_copy = teacher in ("ema", "initial", "trust_region")
@@ -103,7 +109,7 @@ class Policy:
             param_dtype=None if self.compute_dtype == torch.float32 else self.compute_dtype,
             reduce_dtype=torch.float32,
         )
-        scorer = Scorer(model)
+        scorer = Scorer(model, self._vocab_size)
         for layer in model.get_decoder().layers:
             fully_shard(layer, mesh=self.world.mesh, mp_policy=precision)
         # Embedding and head stay together in the root group, tied or not. The root's weights stay

@@ -66,7 +66,7 @@ def start(models: list[Path]) -> Start:
             "opcod.rounds": 1,
             "opcod.gate": "always",
             "opcod.feedback": "plain",
-            "data.test-problems-per-domain": 2,
+            "data.test-problems-per-domain": 12,
             "data.validation-problems-per-domain": 2,
             "rollout.questions-per-step": 3,
             "rollout.samples-per-question": 2,
