@@ -104,6 +104,7 @@ _THOUSANDS = [
 ]
 _SPACED = re.compile(r"(?<![\d.,/^_{])(\d{1,3})((?: \d{3})+)(?![\d/])")
 _COMMAS = re.compile(r"(?<![\d.,\w])(\d{1,3})((?:,\d{3})+)(?![\d,]|\.\d*,)")
+_SIGNED_BRACKET = re.compile(r"(?<=[-+*/]) ?\(\d{1,3}(?:,\d{3})+(?:\.\d+)?\)")
 _EMPTY = re.compile(r"(?<![\\\w}])\{\s*\}")
 _DOUBLED = re.compile(r"\\\\(?=[a-zA-Z(){}\[\],!;])")
 
@@ -128,6 +129,7 @@ def join_thousands(text: str) -> str:
     """Return the text with `1,234` and `1 234` joined where no bracket is open."""
     if not re.search(r"\d[ ,]\d{3}", text):
         return text
+    text = _SIGNED_BRACKET.sub(lambda m: m[0].replace(",", ""), text)
     parts, depth, start = [], 0, 0
     for i, char in enumerate(text):
         if char in "([{":
