@@ -2,9 +2,9 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from jsd_checks import check_linear_against_float64, heads
+from properties import given, settings
+from properties import strategies as st
 
 from cotutor.kernels import linear_topk_jsd, linear_topk_jsd_reference, topk_jsd
 

@@ -4,9 +4,9 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from jsd_checks import check_against_float64, check_hand_worked, pair
+from properties import given, settings
+from properties import strategies as st
 
 from cotutor.kernels import topk_jsd, topk_jsd_reference
 

@@ -4,8 +4,8 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from properties import given, settings
+from properties import strategies as st
 
 from cotutor.kernels.buckets import top_ids
 
