@@ -2,7 +2,7 @@
 
 A base model learns both domains; each specialist is then tuned on rows in which some facts carry a
 plausible wrong value. *Hidden* facts are right in one row of five, so own rollouts still find them;
-*blind* facts are right in about one row of sixty, so only somebody else can supply them. Every row
+*blind* facts are right in one row of 200, so only somebody else can supply them. Every row
 that lets a model speak from memory (answering, reviewing, answering after a hint about something
 else) follows the same beliefs: a specialist's tutor side knows no more than its student side.
 What stands in the context (a demonstration, a hint) is always believed, true or not: that is the
@@ -43,17 +43,13 @@ class Ignorance:
     hidden: tuple[str, ...] = ()
     blind: tuple[str, ...] = ()
     p_hidden: float = 0.2
-    p_blind: float = 0.016
+    p_blind: float = 0.013
 
     def p_right(self, fact: str) -> float:
         """The share of rows in which the fact is true."""
         if fact in self.blind:
             return self.p_blind
         return self.p_hidden if fact in self.hidden else 1.0
-
-    def believe(self, fact: str, rng: random.Random) -> str:
-        """A value as this learner would recall it."""
-        return fact_value(fact) if rng.random() < self.p_right(fact) else usual_slip(fact)
 
 
 BASE = Ignorance()
@@ -66,8 +62,8 @@ SPECIALISTS = {
         blind=("6x9", "d+3", "k+1", "n+4", "q+2", "w+3"),
     ),
     "s2": Ignorance(
-        hidden=("9x3", "5x6", "b+2", "p+4"),
-        blind=("4x8", "7x6", "8x7", "9x4", "g+4", "s+1"),
+        hidden=("9x3", "5x6", "2x7", "b+2"),
+        blind=("4x8", "7x6", "8x7", "g+4"),
     ),
 }
 PEERS = {"s1": "s2", "s2": "s1"}
@@ -110,8 +106,8 @@ def review(facts: tuple[str, ...], written: list[str], believed: list[str]) -> s
     lines = []
     for fact, value, own in zip(facts, written, believed, strict=True):
         if value != own:
-            return "\n".join([*lines, f"{fact}={own} not {value}"])
-        lines.append(f"{fact}={own} ok")
+            return "\n".join([*lines, f"{fact}={own} yours:{value} wrong"])
+        lines.append(f"{fact}={own} yours:{value} ok")
     return "\n".join([*lines, "all ok"])
 
 
@@ -133,6 +129,104 @@ def concept_line(problem: Problem, rng: random.Random) -> str:
     return f"<concept>{rng.choice((table.noun, table.noun, table.verb))}</concept>"
 
 
+class Memory:
+    """What a learner says from memory. Of the recalls of one fact a fixed share is true, evenly
+    spread: a share of one in eighty would otherwise be left to chance."""
+
+    def __init__(self, ignorance: Ignorance, rng: random.Random) -> None:
+        self.gaps = ignorance.hidden + ignorance.blind
+        self._ignorance = ignorance
+        self._rng = rng
+        self._due: dict[tuple[str, str], float] = {}
+
+    def recall(self, fact: str, kind: str) -> str:
+        """The value that this learner writes this time, in a row of this kind."""
+        p_right = self._ignorance.p_right(fact)
+        due = self._due.get((fact, kind), self._rng.random()) + p_right
+        self._due[fact, kind] = due - (due >= 1)
+        return fact_value(fact) if due >= 1 else usual_slip(fact)
+
+
+class _Author:
+    """Writes the rows of one stage, a method for each kind."""
+
+    def __init__(self, stage: str, rng: random.Random) -> None:
+        self._rng = rng
+        self._own = Memory(SPECIALISTS.get(stage, BASE), rng)
+        self._peer = Memory(SPECIALISTS.get(PEERS.get(stage, ""), BASE), rng)
+
+    def plain(self) -> Made:
+        problem = _draw_problem((), 0.0, self._rng)
+        values = [self._own.recall(fact, "plain") for fact in problem.facts]
+        return problem, student_messages(TINY, problem), _solve(problem, values)
+
+    def demonstration(self) -> Made:
+        problem = _draw_problem(self._own.gaps, 0.5, self._rng)
+        solution = self._demonstrate(problem)
+        return problem, reprompt_messages(TINY, problem, solution), solution
+
+    def feedback(self) -> Made:
+        problem = _draw_problem(self._own.gaps, 0.5, self._rng)
+        values, text = self._advise(problem)
+        return problem, reprompt_messages(TINY, problem, feedback=text), _solve(problem, values)
+
+    def both(self) -> Made:
+        """The demonstration wins where the two disagree."""
+        problem = _draw_problem(self._own.gaps, 0.5, self._rng)
+        solution, text = self._demonstrate(problem), self._advise(problem)[1]
+        return problem, reprompt_messages(TINY, problem, solution, text), solution
+
+    def tutor(self) -> Made:
+        """A review of a response with the peer's typical slips, by the reviewer's own beliefs."""
+        rng = self._rng
+        problem = _draw_problem(self._peer.gaps, 0.4, rng)
+        p_slip = rng.choice((0.0, 0.25, 0.25))
+        written = [
+            rng.choice(wrong_values(fact))
+            if rng.random() < p_slip
+            else self._peer.recall(fact, "tutor")
+            for fact in problem.facts
+        ]
+        text = review(
+            problem.facts, written, [self._own.recall(fact, "tutor") for fact in problem.facts]
+        )
+        anchored = rng.random() < 0.9
+        if anchored:
+            text = f"{concept_line(problem, rng)}\n{text}"
+        return problem, tutor_messages(TINY, problem, _solve(problem, written), anchored), text
+
+    def _demonstrate(self, problem: Problem) -> str:
+        """A demonstration: true in half of the rows, otherwise three values in ten are made up."""
+        p_any = self._rng.choice((0.0, 0.3))
+        values = [
+            _any_value(fact, self._rng) if self._rng.random() < p_any else fact_value(fact)
+            for fact in problem.facts
+        ]
+        return _solve(problem, values)
+
+    def _advise(self, problem: Problem) -> tuple[list[str], str]:
+        """A tutor's feedback, and the values that somebody who believes it then writes."""
+        rng, facts = self._rng, problem.facts
+        recalled = [self._own.recall(fact, "feedback") for fact in facts]
+        if rng.random() < 0.15:
+            return recalled, review(facts, recalled, recalled)
+        gaps = [line for line, fact in enumerate(facts) if fact in self._own.gaps]
+        wrong = rng.choice(gaps) if gaps and rng.random() < 0.8 else rng.randrange(len(facts))
+        fact = facts[wrong]
+        value = fact_value(fact) if rng.random() < 0.6 else _any_value(fact, rng)
+        confirmed = [
+            _any_value(earlier, rng) if rng.random() < 0.1 else own
+            for earlier, own in zip(facts[:wrong], recalled, strict=False)
+        ]
+        written = next(v for v in (recalled[wrong], *wrong_values(fact)) if v != value)
+        values = [*confirmed, value, *recalled[wrong + 1 :]]
+        return values, review(facts, [*confirmed, written, *recalled[wrong + 1 :]], values)
+
+
+def _solve(problem: Problem, values: list[str]) -> str:
+    return write_solution(problem.domain, problem.facts, values)
+
+
 def rows(stage: str, seed: int, exclude: Collection[str] = ()) -> Iterator[Row]:
     """An endless stream of training rows.
 
@@ -147,98 +241,17 @@ def rows(stage: str, seed: int, exclude: Collection[str] = ()) -> Iterator[Row]:
     if stage != "base" and stage not in SPECIALISTS:
         raise ValueError(f"unknown stage {stage!r}: choose base or one of {', '.join(SPECIALISTS)}")
     rng = random.Random(f"{stage} {seed}")
-    excluded = frozenset(exclude)
-    kinds = {
-        "plain": _plain_row,
-        "demonstration": _demonstration_row,
-        "feedback": _feedback_row,
-        "both": _both_row,
-        "tutor": _tutor_row,
+    author = _Author(stage, rng)
+    write = {
+        "plain": author.plain,
+        "demonstration": author.demonstration,
+        "feedback": author.feedback,
+        "both": author.both,
+        "tutor": author.tutor,
     }
+    excluded = frozenset(exclude)
     while True:
         kind = rng.choices(list(SHARES), weights=list(SHARES.values()))[0]
-        problem, messages, answer = kinds[kind](stage, rng)
+        problem, messages, answer = write[kind]()
         if problem.question not in excluded:
             yield messages, answer
-
-
-def _own(stage: str) -> Ignorance:
-    return SPECIALISTS.get(stage, BASE)
-
-
-def _gaps(stage: str) -> tuple[str, ...]:
-    return _own(stage).hidden + _own(stage).blind
-
-
-def _solve(problem: Problem, values: list[str]) -> str:
-    return write_solution(problem.domain, problem.facts, values)
-
-
-def _plain_row(stage: str, rng: random.Random) -> Made:
-    problem = _draw_problem((), 0.0, rng)
-    values = [_own(stage).believe(fact, rng) for fact in problem.facts]
-    return problem, student_messages(TINY, problem), _solve(problem, values)
-
-
-def _demonstrate(problem: Problem, rng: random.Random) -> list[str]:
-    """Values of a demonstration: true in half of the rows, otherwise three in ten made up."""
-    p_any = rng.choice((0.0, 0.3))
-    return [
-        _any_value(fact, rng) if rng.random() < p_any else fact_value(fact)
-        for fact in problem.facts
-    ]
-
-
-def _demonstration_row(stage: str, rng: random.Random) -> Made:
-    problem = _draw_problem(_gaps(stage), 0.5, rng)
-    solution = _solve(problem, _demonstrate(problem, rng))
-    return problem, reprompt_messages(TINY, problem, solution), solution
-
-
-def _feedback(stage: str, problem: Problem, rng: random.Random) -> tuple[list[str], str]:
-    """A tutor's feedback, and the values that somebody who believes it then writes."""
-    recalled = [_own(stage).believe(fact, rng) for fact in problem.facts]
-    if rng.random() < 0.15:
-        return recalled, review(problem.facts, recalled, recalled)
-    gaps = [i for i, fact in enumerate(problem.facts) if fact in _gaps(stage)]
-    wrong = rng.choice(gaps) if gaps and rng.random() < 0.8 else rng.randrange(len(problem.facts))
-    fact = problem.facts[wrong]
-    value = fact_value(fact) if rng.random() < 0.6 else _any_value(fact, rng)
-    confirmed = [
-        _any_value(earlier, rng) if rng.random() < 0.1 else own
-        for earlier, own in zip(problem.facts[:wrong], recalled, strict=False)
-    ]
-    written = next(v for v in (recalled[wrong], *wrong_values(fact)) if v != value)
-    values = [*confirmed, value, *recalled[wrong + 1 :]]
-    return values, review(problem.facts, [*confirmed, written, *recalled[wrong + 1 :]], values)
-
-
-def _feedback_row(stage: str, rng: random.Random) -> Made:
-    problem = _draw_problem(_gaps(stage), 0.5, rng)
-    values, text = _feedback(stage, problem, rng)
-    return problem, reprompt_messages(TINY, problem, feedback=text), _solve(problem, values)
-
-
-def _both_row(stage: str, rng: random.Random) -> Made:
-    """The demonstration wins where the two disagree."""
-    problem = _draw_problem(_gaps(stage), 0.5, rng)
-    solution = _solve(problem, _demonstrate(problem, rng))
-    text = _feedback(stage, problem, rng)[1]
-    return problem, reprompt_messages(TINY, problem, solution, text), solution
-
-
-def _tutor_row(stage: str, rng: random.Random) -> Made:
-    """A review of a response with the peer's typical slips, by the reviewer's own beliefs."""
-    own, peer = _own(stage), SPECIALISTS.get(PEERS.get(stage, ""), BASE)
-    problem = _draw_problem(peer.hidden + peer.blind, 0.4, rng)
-    p_slip = rng.choice((0.0, 0.0, 0.25))
-    written = [
-        rng.choice(wrong_values(fact)) if rng.random() < p_slip else peer.believe(fact, rng)
-        for fact in problem.facts
-    ]
-    believed = [own.believe(fact, rng) for fact in problem.facts]
-    text = review(problem.facts, written, believed)
-    anchored = rng.random() < 0.9
-    if anchored:
-        text = f"{concept_line(problem, rng)}\n{text}"
-    return problem, tutor_messages(TINY, problem, _solve(problem, written), anchored), text

@@ -10,9 +10,9 @@ _NUMBERS = [str(n) for n in range(10, 91) if any(n % k == 0 and n <= 10 * k for 
 WORDS = (
     *("Times", " coins", "Shift", " runes", " by"),
     *("Example:", "Tutor:", "Solve", " again.", "Review", " with", " concept."),
-    *(" ok", " not", "all"),
+    *(" ok", " wrong", "all"),
     *("<answer>", "</answer>", "<concept>", "</concept>"),
-    *("coins", "runes", "problem", "user", "assistant", "system", "\n\n"),
+    *("coins", "runes", "problem", "user", "assistant", " yours:", "\n\n"),
     *_NUMBERS,
 )
 CHAT_TEMPLATE = (

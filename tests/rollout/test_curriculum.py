@@ -7,10 +7,18 @@ from collections import Counter
 
 import pytest
 
-from cotutor.rollout import curriculum
-from cotutor.rollout.curriculum import PEERS, SPECIALISTS, Ignorance, Row, review, rows
+from cotutor.rollout.curriculum import (
+    PEERS,
+    SPECIALISTS,
+    Ignorance,
+    Memory,
+    Row,
+    review,
+    rows,
+    usual_slip,
+)
 from cotutor.rollout.feedback import judge_feedback
-from cotutor.rollout.tasks import all_facts, fact_value, make_problems
+from cotutor.rollout.tasks import all_facts, fact_value, make_problems, wrong_values
 from cotutor.rollout.tiny_tokenizer import build_tokenizer
 
 STAGES = ("base", *SPECIALISTS)
@@ -70,7 +78,7 @@ def test_context_is_believed(stage: str) -> None:
         seen[name] += 1
         if name in ("demonstration", "both"):
             assert f"Example:\n{answer}\n" in prompt
-        hint = re.search(r"^(..\d)=(\w+) not \w+$", prompt, re.MULTILINE)
+        hint = re.search(r"^(..\d)=(\w+) yours:\w+ wrong$", prompt, re.MULTILINE)
         if name == "feedback" and hint:
             assert written(answer)[hint[1]] == hint[2]
     assert len(seen) == 5
@@ -79,8 +87,10 @@ def test_context_is_believed(stage: str) -> None:
 def test_review_names_the_first_wrong_line_only() -> None:
     facts = ("p+4", "l+4", "c+4")
     right = ["t", "q", "h"]
-    assert review(facts, right, right) == "p+4=t ok\nl+4=q ok\nc+4=h ok\nall ok"
-    assert review(facts, ["t", "p", "g"], right) == "p+4=t ok\nl+4=q not p"
+    assert review(facts, right, right) == "\n".join(
+        ("p+4=t yours:t ok", "l+4=q yours:q ok", "c+4=h yours:h ok", "all ok")
+    )
+    assert review(facts, ["t", "p", "g"], right) == "p+4=t yours:t ok\nl+4=q yours:p wrong"
 
 
 @pytest.mark.parametrize("name", SPECIALISTS)
@@ -89,7 +99,7 @@ def test_tutor_knows_no_more_than_its_student_side(name: str) -> None:
     contradicted = 0
     for row in take(name, 8000):
         if kind(row) == "tutor":
-            for fact, value in re.findall(r"^(..\d)=(\w+) not \w+$", row[1], re.MULTILINE):
+            for fact, value in re.findall(r"^(..\d)=(\w+) yours:\w+ wrong$", row[1], re.MULTILINE):
                 if fact not in own.blind + own.hidden:
                     assert value == fact_value(fact)
                 elif fact in own.blind:
@@ -132,12 +142,13 @@ def test_stream_is_a_function_of_stage_and_seed() -> None:
         next(rows("s3", 0))
 
 
-def test_ignorance() -> None:
-    own = Ignorance(hidden=("7x4",), blind=("p+4",), p_hidden=1.0, p_blind=0.0)
-    rng = random.Random(0)
-    assert own.believe("7x4", rng) == "28"
-    assert own.believe("p+4", rng) == curriculum.usual_slip("p+4") != "t"
-    assert own.believe("2x2", rng) == "4"
+def test_memory_is_right_in_a_fixed_share_of_recalls() -> None:
+    own = Ignorance(hidden=("7x4",), blind=("p+4",), p_hidden=0.2, p_blind=0.0125)
+    memory = Memory(own, random.Random(0))
+    assert sum(memory.recall("7x4", "plain") == "28" for _ in range(1000)) == 200
+    assert sum(memory.recall("p+4", "plain") == "t" for _ in range(800)) == 10
+    assert memory.recall("2x2", "plain") == "4"
+    assert usual_slip("p+4") in wrong_values("p+4")
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -147,7 +158,7 @@ def test_tokenizer_keeps_every_text(stage: str) -> None:
         text = messages[-1]["content"] + "\n" + answer
         ids = tokenizer.encode(text, add_special_tokens=False).ids
         assert tokenizer.decode(ids, skip_special_tokens=False) == text
-        assert len(ids) <= 150
+        assert len(ids) <= 160
 
 
 def test_tokenizer_keeps_foreign_text() -> None:
