@@ -132,6 +132,7 @@ def _condition(sympy: Any, node: Node) -> Any:
 
 def same_structure(gold: Node, answer: Node, seconds: float) -> bool:
     """Whether both trees are the same sympy object after its automatic ordering of terms."""
+    _sympy()  # before the budget begins: an import that is cut off leaves sympy in pieces
     try:
         with within(seconds):
             return bool(to_sympy(gold) == to_sympy(answer))
