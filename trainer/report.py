@@ -115,11 +115,7 @@ class _Run:
             times.append([name, str(len(steps)), *cells])
         yield ("Seconds a step", ["algorithm", "steps", *STAGES.values(), "all"], times)
         if self.break_rate:
-            rows = [[*path, str(value)] for path, value in _leaves(self.break_rate)]
-            width = max(map(len, rows))
-            padded = [[*row[:-1], *[""] * (width - len(row)), row[-1]] for row in rows]
-            header = ["which", *[""] * (width - 2), "value"]
-            yield ("Break rate: right answers that feedback made wrong", header, padded)
+            yield _break_rate_table(self.break_rate["pairs"])
 
 
 def health_warnings(steps: Sequence[Mapping[str, Any]]) -> list[str]:
@@ -265,12 +261,21 @@ def _steps(folder: Path) -> list[dict[str, Any]]:
     return [r for r in RunFolder(folder, main=False).metrics() if r["kind"] == "step"]
 
 
-def _leaves(value: Any, path: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], Any]]:
-    if isinstance(value, Mapping):
-        for key, inner in value.items():
-            yield from _leaves(inner, (*path, str(key)))
-    else:
-        yield path, value
+def _break_rate_table(pairs: Mapping[str, Any]) -> tuple[str, list[str], Rows]:
+    """What `--do break-rate` measured, one row per pair and band of difficulty."""
+
+    def share(rate: float | None, of: int) -> str:
+        return "" if rate is None else f"{100 * rate:.1f} % of {of}"
+
+    rows = [
+        [pair, yes_no(found["cognizant"]), band, share(r["broken"], r["right"])]
+        + [share(r["repaired"], r["wrong"])]
+        for pair, found in pairs.items()
+        for band, r in found.items()
+        if isinstance(r, Mapping)
+    ]
+    title = "Break rate: answers that changed their verdict after feedback"
+    return title, ["tutor → student", "may tutor", "problems", "broken", "repaired"], rows
 
 
 def main(arguments: Sequence[str]) -> int:

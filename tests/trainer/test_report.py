@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html.parser
 import io
+import json
 import re
 import subprocess
 import sys
@@ -178,11 +179,15 @@ def test_unfinished_run_has_a_report_without_verdict(run: Path) -> None:
 
 
 def test_break_rate_is_shown_where_it_was_measured(run: Path) -> None:
-    (run / "break_rate.json").write_text('{"cognizant": {"broken": 3, "right": 97}, "all": 0.1}')
+    from cotutor.trainer.break_rate import _rates
+
+    rates = _rates({"all/right": 40.0, "all/right_changed": 1.0, "hardest/wrong": 7.0})
+    result = {"gate": {}, "pairs": {"s2 → s1": {"cognizant": True, **rates}}}
+    (run / "break_rate.json").write_text(json.dumps(result))
     write_report(run)
     text = (run / "report.md").read_text(encoding="utf-8")
-    assert "| cognizant | broken | 3 |" in text
-    assert "| all |  | 0.1 |" in text
+    assert "| s2 → s1 | yes | all | 2.5 % of 40 |  |" in text
+    assert "| s2 → s1 | yes | hardest |  | 0.0 % of 7 |" in text
 
 
 def test_command_line(run: Path, tmp_path: Path) -> None:
