@@ -267,13 +267,12 @@ def _break_rate_table(pairs: Mapping[str, Any]) -> tuple[str, list[str], Rows]:
     def share(rate: float | None, of: int) -> str:
         return "" if rate is None else f"{100 * rate:.1f} % of {of}"
 
-    rows = [
-        [pair, yes_no(found["cognizant"]), band, share(r["broken"], r["right"])]
-        + [share(r["repaired"], r["wrong"])]
-        for pair, found in pairs.items()
-        for band, r in found.items()
-        if isinstance(r, Mapping)
-    ]
+    rows: Rows = []
+    for pair, found in pairs.items():
+        for band, r in found.items():
+            if isinstance(r, Mapping):
+                changes = share(r["broken"], r["right"]), share(r["repaired"], r["wrong"])
+                rows.append([pair, yes_no(found["cognizant"]), band, *changes])
     title = "Break rate: answers that changed their verdict after feedback"
     return title, ["tutor → student", "may tutor", "problems", "broken", "repaired"], rows
 
