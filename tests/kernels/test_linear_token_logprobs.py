@@ -165,14 +165,14 @@ def test_kept_probabilities_hold_both_ends(dtype):
     """A token with p = 1 − 1e-6 keeps the relative accuracy of its small gradients."""
     hidden = torch.tensor([[1.0, 0.0]], dtype=dtype)
     weight = torch.tensor([[14.0, 0.0], [0.0, 1.0], [0.25, 3.0]], dtype=dtype)
-    upstream = torch.tensor([[0.7, 0, 0], [1.3, 0, 0], [0, 0, 0]])
+    upstream = torch.tensor([[0.0, 0, 0], [1.3, 0, 0], [0, 0, 0]])  # the entropy's gradient alone
     grads = {}
     for keep_bytes in KEEP:
         _, *grads[keep_bytes] = values_and_gradients(
             linear_token_logprobs,
             hidden,
             weight,
-            torch.tensor([0]),
+            torch.tensor([2]),  # not the certain one
             upstream=upstream,
             entropy=True,
             keep_bytes=keep_bytes,
