@@ -134,10 +134,10 @@ def choose_chunk_rows(
     """Rows of logits that are held at once: the caller's number, or one that suits the device.
 
     Small chunks starve the GEMMs. On a GPU a chunk is 2048 rows, or fewer where a float32 buffer
-    would pass 2 GiB; on a CPU up to 1024 rows in at most 256 MiB.
+    would pass 1.25 GiB; on a CPU up to 1024 rows in at most 256 MiB.
     """
     if chunk_rows is None:
-        most, elements = (1024, 1 << 26) if device.type == "cpu" else (2048, 1 << 29)
+        most, elements = (1024, 1 << 26) if device.type == "cpu" else (2048, 5 << 26)
         chunk_rows = min(most, max(128, elements // max(vocab, 1) // 128 * 128))
     elif isinstance(chunk_rows, bool) or not isinstance(chunk_rows, int) or chunk_rows < 1:
         raise invalid(function, "chunk_rows", "a whole number of at least 1", repr(chunk_rows))

@@ -122,7 +122,9 @@ def linear_topk_jsd(
     vocab, device = student_weight.shape[0], student_hidden.device
     k = check_support(NAME, k, alpha, tail, ids, (rows,), vocab, device)
     chosen = common.resolve_backend(NAME, backend, device)
-    chunk = common.choose_chunk_rows(NAME, chunk_rows, rows, vocab, device)
+    # two buffers share an accelerator's budget, so that they and dW fit into 4 GB
+    width = vocab if device.type == "cpu" else 2 * vocab
+    chunk = common.choose_chunk_rows(NAME, chunk_rows, rows, width, device)
     if trained_rows is not None and not 0 <= trained_rows <= rows:
         raise common.invalid(NAME, "trained_rows", f"between 0 and N = {rows}", trained_rows)
     if teacher_temperature is None:
@@ -186,57 +188,78 @@ def _linear_topk_jsd_op(
     need_dh: bool, need_dw: bool, backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """(loss, per_row, student mass, teacher mass, dH, dW); a gradient not needed has 0 elements."""
-    out = _outputs(student_hidden, student_weight, need_dh, need_dw)
-    _, per_row, student_mass, teacher_mass, dh, dw = out
     rows = Rows.select(
-        NAME, per_row.shape[0], row_weights, trained_rows, ids,
+        NAME, student_hidden.shape[0], row_weights, trained_rows, ids,
         tau if taus is None else taus, teacher_tau if teacher_taus is None else teacher_taus,
     )  # fmt: skip
-    vocab, device = student_weight.shape[0], student_hidden.device
-    check_row_values(NAME, rows.ids, vocab, rows.tau, rows.teacher_tau)
-    for tensor in (per_row, student_mass, teacher_mass, dh):
-        tensor.zero_()
-    total = dw if dw.dtype == torch.float32 else torch.empty(dw.shape, device=device)
-    if need_dw and (rows.count == 0 or tail == "drop"):
-        total.zero_()
-    student_weight = gemm.prepare_weight(student_weight, student_dtype)
+    check_row_values(NAME, rows.ids, student_weight.shape[0], rows.tau, rows.teacher_tau)
+    per_row, student_mass, teacher_mass, dh = (
+        x.zero_() for x in _outputs(student_hidden, student_weight, need_dh, False)[1:5]
+    )
+    total_dw = torch.empty(student_weight.shape if need_dw else (0,), device=per_row.device)
+    if rows.count == 0 or tail == "drop":
+        total_dw.zero_()
+    scales, unit = rows.scales(total_dw.device, student_dtype)
+    with common.autocast_off(total_dw.device):
+        _run_chunks(
+            rows, scales, (student_hidden, student_weight, student_dtype),
+            (teacher_hidden, teacher_weight, teacher_dtype), k, alpha, tail, chunk, backend,
+            need_dh, need_dw, per_row, student_mass, teacher_mass, dh, total_dw,
+        )  # fmt: skip
+    if unit is not None:
+        dh.mul_(unit)
+        total_dw.mul_(unit)
+    loss = (per_row if row_weights is None else per_row * row_weights).sum()
+    dw = total_dw.to(_gradient_dtype(student_weight))
+    return loss, per_row, student_mass, teacher_mass, dh, dw
+
+
+def _run_chunks(
+    rows: Rows, scales: Tensor, student: tuple[Tensor, Tensor, torch.dtype],
+    teacher: tuple[Tensor, Tensor, torch.dtype], k: int, alpha: float, tail: str, chunk: int,
+    backend: str, need_dh: bool, need_dw: bool, per_row: Tensor, student_mass: Tensor,
+    teacher_mass: Tensor, dh: Tensor, total_dw: Tensor,
+) -> None:  # fmt: skip
+    """Fill the last five; the logits of both sides live in two buffers that every chunk reuses."""
+    hidden, weight, dtype = student
+    teacher_hidden, teacher_weight, teacher_dtype = teacher
+    buffers = torch.empty(2, min(chunk, rows.count), weight.shape[0], device=weight.device)
+    weight = gemm.prepare_weight(weight, dtype)
     teacher_weight = gemm.prepare_weight(teacher_weight, teacher_dtype)
-    buffers = torch.empty(2, min(chunk, rows.count), vocab, device=device)
-    ones = torch.ones(buffers.shape[1], device=device)
-    sides: Any = buckets
+    sides = _sides(backend)
+    for i in range(0, rows.count, chunk):
+        j = min(i + chunk, rows.count)
+        z, z_teacher = buffers[:, : j - i]
+        tau, scale, states = part_of(rows.tau, i, j), scales[i:j], rows.of(hidden, i, j)
+        gemm.logits_into(z, states, weight, dtype)
+        ids = None if rows.ids is None else rows.ids[i:j]
+        ids, s = sides.student_side(z, k, ids, tau)
+        gemm.logits_into(z_teacher, rows.of(teacher_hidden, i, j), teacher_weight, teacher_dtype)
+        t = sides.teacher_side(z_teacher, ids, part_of(rows.teacher_tau, i, j))
+        result = sides.compare(s, t, alpha, tail)
+        rows.put(per_row, i, j, result.loss[:, 0])
+        rows.put(student_mass, i, j, result.student_mass[:, 0])
+        rows.put(teacher_mass, i, j, result.teacher_mass[:, 0])
+        if not (need_dh or need_dw):
+            continue
+        if tail == "drop":
+            grads = _LogitGradient(ids, result.at_ids * scale[:, None] / tau, None)
+        else:
+            dense = sides.gradient(z, z_teacher, ids, result, scale, tau, dtype)
+            grads = _LogitGradient(ids, result.at_ids, dense)
+        if need_dh:
+            rows.put(dh, i, j, grads.to_hidden(weight, dtype))
+        if need_dw:
+            grads.add_to_weight(total_dw, states, dtype, first=i == 0)
+
+
+def _sides(backend: str) -> Any:
+    """The module that compares the two sides; a machine without Triton does without it."""
     if backend == "triton":
-        from . import triton_jsd as sides  # here: a machine without Triton can do without it
-    with common.autocast_off(device):
-        for i in range(0, rows.count, chunk):
-            j = min(i + chunk, rows.count)
-            z, z_teacher = buffers[:, : j - i]
-            hidden = rows.of(student_hidden, i, j)
-            gemm.logits_into(z, hidden, student_weight, student_dtype)
-            tau = part_of(rows.tau, i, j)
-            used, s = sides.student_side(z, k, None if rows.ids is None else rows.ids[i:j], tau)
-            teacher = rows.of(teacher_hidden, i, j)
-            gemm.logits_into(z_teacher, teacher, teacher_weight, teacher_dtype)
-            t = sides.teacher_side(z_teacher, used, part_of(rows.teacher_tau, i, j))
-            result = sides.compare(s, t, alpha, tail)
-            rows.put(per_row, i, j, result.loss[:, 0])
-            rows.put(student_mass, i, j, result.student_mass[:, 0])
-            rows.put(teacher_mass, i, j, result.teacher_mass[:, 0])
-            if not (need_dh or need_dw):
-                continue
-            scale = ones[: j - i] if rows.weights is None else rows.weights[i:j, 0]
-            if tail == "drop":
-                grads = _LogitGradient(used, result.at_ids * scale[:, None] / tau, None)
-            else:
-                dense = sides.gradient(z, z_teacher, used, result, scale, tau, student_dtype)
-                grads = _LogitGradient(used, result.at_ids, dense)
-            if need_dh:
-                rows.put(dh, i, j, grads.to_hidden(student_weight, student_dtype))
-            if need_dw:
-                grads.add_to_weight(total, hidden, student_dtype, first=i == 0)
-    if total is not dw:
-        dw.copy_(total)
-    out[0].copy_((per_row if row_weights is None else per_row * row_weights).sum())
-    return out
+        from . import triton_jsd
+
+        return triton_jsd
+    return buckets
 
 
 class _LogitGradient(NamedTuple):
@@ -277,15 +300,19 @@ def _outputs(
     rows, device = hidden.shape[0], hidden.device
 
     def gradient(like: Tensor, needed: bool) -> Tensor:
-        # float16 waits for the upstream gradient (loss scaling) in float32: it could underflow
-        dtype = torch.float32 if like.dtype == torch.float16 else like.dtype
-        return torch.empty(like.shape if needed else (0,), dtype=dtype, device=device)
+        shape = like.shape if needed else (0,)
+        return torch.empty(shape, dtype=_gradient_dtype(like), device=device)
 
     loss, per_row, student_mass, teacher_mass = (
         torch.empty(shape, device=device) for shape in ((), rows, rows, rows)
     )
     dh, dw = gradient(hidden, need_dh), gradient(weight, need_dw)
     return loss, per_row, student_mass, teacher_mass, dh, dw
+
+
+def _gradient_dtype(like: Tensor) -> torch.dtype:
+    """float16 waits for the upstream gradient (loss scaling) in float32: it could underflow."""
+    return torch.float32 if like.dtype == torch.float16 else like.dtype
 
 
 @_linear_topk_jsd_op.register_fake

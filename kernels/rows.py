@@ -62,6 +62,16 @@ class Rows:
             total, None, blank, row_weights[:, None], ids, _column(tau), _column(teacher_tau)
         )
 
+    def scales(self, device: torch.device, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
+        """(count,) weights, and what they were divided by: small ones would be 0 in float16."""
+        if self.weights is None:
+            return torch.ones(self.count, device=device), None
+        weights = self.weights[:, 0]
+        if dtype != torch.float16 or self.count == 0:
+            return weights, None
+        largest = weights.abs().amax().clamp_min(torch.finfo(torch.float32).tiny)
+        return weights / largest, largest
+
     def of(self, states: Tensor, start: int, stop: int) -> Tensor:
         """Rows start ... stop of the caller's (N, ...) tensor."""
         if self.index is not None:

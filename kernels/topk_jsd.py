@@ -213,13 +213,7 @@ def _topk_jsd_op(
     loss, used, at_ids, outside, anchor = out
     rows = loss.shape[0]
     if backend == "triton" and rows > 0:
-        from . import triton_jsd
-
-        rest = tail != "drop"
-        used, s = triton_jsd.student_side(student, k, ids, taus_s, rest)
-        t = triton_jsd.teacher_side(teacher, used, taus_t, rest)
-        result = triton_jsd.compare(s, t, alpha, tail)
-        return result.loss[:, 0], used, result.at_ids, result.outside, result.anchor
+        return _forward_triton(student, teacher, ids, taus_s, taus_t, k, alpha, tail)
     if ids is not None:
         used.copy_(ids)
     step = common.choose_chunk_rows(NAME, None, rows, student.shape[-1], student.device)
@@ -236,6 +230,19 @@ def _topk_jsd_op(
         loss[i:j] = result.loss[:, 0]
         at_ids[i:j], outside[i:j], anchor[i:j] = result.at_ids, result.outside, s.anchor
     return out
+
+
+def _forward_triton(
+    student: Tensor, teacher: Tensor, ids: Tensor | None, tau: float | Tensor,
+    teacher_tau: float | Tensor, k: int, alpha: float, tail: str,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    from . import triton_jsd  # here: a machine without Triton does without it
+
+    rest = tail != "drop"
+    used, s = triton_jsd.student_side(student, k, ids, tau, rest)
+    t = triton_jsd.teacher_side(teacher, used, teacher_tau, rest)
+    result = triton_jsd.compare(s, t, alpha, tail)
+    return result.loss[:, 0], used, result.at_ids, result.outside, result.anchor
 
 
 def _scratch(logits: Tensor, start: int, stop: int) -> Tensor:

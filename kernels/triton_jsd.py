@@ -22,14 +22,8 @@ from torch import Tensor
 from .buckets import CLAMP, Compared
 from .common import FUSION
 from .triton_logprobs import _expm1
-from .triton_topk import (
-    _row_start,
-    block_statistics,
-    exclude,
-    row_layout,
-    select,
-    temperature_arguments,
-)
+from .triton_select import select
+from .triton_topk import _row_start, block_statistics, exclude, row_layout, temperature_arguments
 
 BLOCK_K = 128
 BLOCK_V = 4096
@@ -179,7 +173,7 @@ def _divergence_kernel(
         s_values_ptr, s_maxima_ptr + wide * blocks, s_sums_ptr + wide * blocks, blocks, k,
         s_inverse_tau, TAIL, HAS_REST, BLOCKS, BLOCK_K,
     )  # fmt: skip
-    t_top, t_log, t_inside, t_tail, _, _ = _log_masses(
+    t_top, t_log, t_inside, t_tail, _t_unit, _t_anchor = _log_masses(
         t_values_ptr, t_maxima_ptr + wide * blocks, t_sums_ptr + wide * blocks, blocks, k,
         t_inverse_tau, TAIL, HAS_REST, BLOCKS, BLOCK_K,
     )  # fmt: skip
@@ -189,12 +183,12 @@ def _divergence_kernel(
     total = tl.full((), 0.0, tl.float32)
     outside = tl.full((), 0.0, tl.float32)
     if TAIL != DROP:
-        loss, h, slope = _bucket(s_tail, t_tail, alpha, ENDS, CLOSED)
+        loss, h_tail, slope = _bucket(s_tail, t_tail, alpha, ENDS, CLOSED)
         live = s_tail > float("-inf")
         if TAIL == CLAMPED:  # at the clamp the tail's gradient is dead
             live = live & (s_inside <= CLAMPED_AT)
-            h = tl.where(live, h, 0.0)
-        total = h
+            h_tail = tl.where(live, h_tail, 0.0)
+        total = h_tail
         outside = tl.where(live, slope, 0.0)
     lanes = tl.arange(0, BLOCK_K)
     for start in range(0, k, BLOCK_K):
@@ -202,7 +196,7 @@ def _divergence_kernel(
         z_s = tl.load(s_values_ptr + j, mask=j < k, other=float("-inf"))
         z_t = tl.load(t_values_ptr + j, mask=j < k, other=float("-inf"))
         s, t = (z_s - s_top) * s_inverse_tau - s_log, (z_t - t_top) * t_inverse_tau - t_log
-        term, h, _ = _bucket(s, t, alpha, ENDS, CLOSED)
+        term, h, _slopes = _bucket(s, t, alpha, ENDS, CLOSED)
         loss += tl.sum(tl.where(j < k, term, 0.0), 0)
         total += tl.sum(tl.where(j < k, h, 0.0), 0)
     for start in range(0, k, BLOCK_K):
@@ -210,7 +204,7 @@ def _divergence_kernel(
         z_s = tl.load(s_values_ptr + j, mask=j < k, other=float("-inf"))
         z_t = tl.load(t_values_ptr + j, mask=j < k, other=float("-inf"))
         s, t = (z_s - s_top) * s_inverse_tau - s_log, (z_t - t_top) * t_inverse_tau - t_log
-        _, h, _ = _bucket(s, t, alpha, ENDS, CLOSED)
+        term, h, _slopes = _bucket(s, t, alpha, ENDS, CLOSED)
         tl.store(at_ids_ptr + j, h - tl.exp(s) * total, mask=j < k)
     if TAIL != DROP:
         outside = tl.exp(s_unit) * (outside - total)
@@ -332,7 +326,7 @@ def compare(student: Side, teacher: Side, alpha: float, tail: str) -> Compared:
         S_HAS_TAUS=s_has, T_HAS_TAUS=t_has, HAS_REST=student.statistics is not None,
         TAIL=TAIL_CODES[tail], ENDS=0 if alpha == 0 else 2 if alpha == 1 else 1,
         BLOCKS=triton.next_power_of_2(blocks), BLOCK_K=min(BLOCK_K, triton.next_power_of_2(k)),
-        num_warps=4, **FUSION,
+        num_warps=8, **FUSION,
     )  # fmt: skip
     return Compared(loss, at_ids, outside, anchor, s_mass, t_mass)
 
