@@ -86,9 +86,14 @@ def far_rows_check(kernels, bound, device, backend):
     near, teacher = jsd_checks.pair(3, 300, torch.float16, device)
     storage[:300].zero_()
     far.copy_(near)
+    for z in (far, near):
+        z.requires_grad_()
     loss = kernels.topk_jsd(far, teacher, k=7, backend=backend)
     truth = cotutor.kernels.topk_jsd_reference(near, teacher, k=7)
     bound(loss, truth, truth, floor=8)
+    (g,) = torch.autograd.grad(loss.sum(), far)
+    (g_near,) = torch.autograd.grad(truth.sum(), near)
+    bound(g, g_near, g_near)
 
 
 FAULTS = {

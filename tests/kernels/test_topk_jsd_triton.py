@@ -1,6 +1,8 @@
 """The selection and exclusion kernels by themselves, on rows made to break them."""
 
 import math
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from cotutor.kernels import common
 if not common.TRITON_INSTALLED:
     pytest.skip("Triton is not installed", allow_module_level=True)
 
+from cotutor.kernels.triton_jsd import place_ids
 from cotutor.kernels.triton_select import select
 from cotutor.kernels.triton_topk import block_statistics, exclude
 
@@ -49,3 +52,47 @@ def test_bfloat16_columns_and_temperatures(device):
     left = (z.double().scatter(1, wanted, -math.inf) / tau[:, None]).logsumexp(1)
     got = (statistics[0].double() / tau[:, None] + statistics[1].double().log()).logsumexp(1)
     torch.testing.assert_close(got, left, rtol=1e-6, atol=1e-6)
+
+
+def test_writes_beyond_two_to_the_31(device):
+    """Pages that nothing touches cost no memory."""
+    vocab = 1 << 30
+    torch.utils.deterministic.fill_uninitialized_memory = False
+    try:
+        out = torch.empty(3, vocab, dtype=torch.float16, device=device)
+    finally:
+        torch.utils.deterministic.fill_uninitialized_memory = True
+    out[:, :8] = 0.0
+    ids = torch.tensor([[0, 5]], device=device).expand(3, 2).contiguous()
+    at_ids = torch.arange(6.0, device=device).view(3, 2)
+    place_ids(out, ids, at_ids, torch.ones(3, device=device), 0.5)
+    assert torch.equal(out[:, [0, 5]].float(), 2 * at_ids)
+    assert not out[:, [1, 2, 3, 4, 6, 7]].any()
+
+
+def test_reread_share_of_a_row():
+    """Random rows: at most 10 % is read again. Made-up rows: more, and counted."""
+    if not common.TRITON_INTERPRETED:
+        pytest.skip("counts in Triton's interpreter")
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "bench"))
+    from count_bytes import Traffic
+
+    vocab = 151_936
+    noise = torch.randn(1, vocab, generator=torch.Generator().manual_seed(0))
+    rows = {
+        "random": noise,
+        "bfloat16": noise.bfloat16().float(),
+        "rising": torch.arange(vocab).float()[None],
+        "constant": torch.ones(1, vocab),
+    }
+    share = {}
+    for name, z in rows.items():
+        statistics = block_statistics(z, 1.0)
+        with Traffic() as traffic:
+            ids, _ = select(z, statistics, 100, 1.0)
+        assert torch.equal(ids, by_sorting(z, 100).sort(dim=1).values), name
+        share[name] = sum(traffic.loaded.values()) / (4 * vocab)
+    print(share)
+    assert share["random"] <= 0.1
+    assert share["bfloat16"] <= 0.1
+    assert share["constant"] > 1, "a plateau is searched in its blocks, once per bit"
