@@ -118,6 +118,14 @@ class Chat:
         self._require_known(text)
         return self._encode(text)
 
+    def known(self, text: str) -> str:
+        """A model's text with each character that this tokenizer would drop replaced by "?".
+
+        Data with such a character is refused; a text that another model wrote must not stop a run.
+        """
+        lost = {c for c in set(text) - self._known if not c.isspace() and not self._encode(c)}
+        return "".join("?" if c in lost else c for c in text) if lost else text
+
     def response(self, text: str) -> list[int]:
         """The ids of a text as if the model had sampled it: the text, then the turn's end token."""
         end = self._tokenizer.eos_token_id if self._end_id is None else self._end_id

@@ -23,7 +23,7 @@ def _locate(model: str) -> tuple[str, dict[str, Any]]:
     """Folder and keyword arguments of `from_pretrained`."""
     if model.startswith(_PACKAGE):
         name = model.removeprefix(_PACKAGE)
-        spec = importlib.util.find_spec(name)
+        spec = importlib.util.find_spec(name) if name.isidentifier() else None
         if spec is None or not spec.submodule_search_locations:
             raise ModelError(
                 f"model {model}: the Python package {name} is not installed;"

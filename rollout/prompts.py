@@ -10,6 +10,8 @@ from cotutor.rollout.trajectory import Problem
 Message = dict[str, str]  # {"role": "system" | "user" | "assistant", "content": text}
 
 _THINK_TAG = re.compile(r"<(/?)think>")
+# The tags around what is quoted to a tutor: a quoted text must not close or open them.
+_BLOCK_TAG = re.compile(r"<(?=/?(?:response|question)>)")
 _PLACEHOLDER = re.compile(r"\{([a-z_]+)\}")
 
 
@@ -142,9 +144,12 @@ def reprompt_messages(
 def tutor_messages(
     prompts: PromptSet, problem: Problem, response: str, anchored: bool = True
 ) -> list[Message]:
-    """The messages that ask a tutor for feedback on a response, its thinking removed."""
+    """The messages that ask a tutor for feedback on a response, its thinking removed.
+
+    Tags of the response that would close or open the prompt's own blocks are broken.
+    """
     template = prompts.tutor if anchored else prompts.tutor_plain
-    response = strip_thinking(response)
+    response = _BLOCK_TAG.sub("‹", strip_thinking(response))
     return _messages(
         prompts.tutor_system, fill(template, question=problem.question, response=response)
     )

@@ -37,6 +37,13 @@ def training_sampler(
         sets = {"curriculum": curriculum_problems(config, student.name, questions)}
     else:
         sets = dict(problems.train)
+    if not algorithm.on_policy:
+        for problem in (p for members in sets.values() for p in members):
+            if not problem.solution:
+                raise ConfigError(
+                    f"{problem.source}: no worked solution to train on; map the field that holds it"
+                    " (data.domains.fields.solution)"
+                )
     limit = config.rollout.max_prompt_tokens
     kept: dict[str, list[Problem]] = {}
     left_out = 0
@@ -121,7 +128,9 @@ def ask_tutor(
     as `fb_none` by the caller).
     """
     prompts = [
-        tutor.chat.prompt(tutor_messages(tutor.prompts, problem, response, anchored))
+        tutor.chat.prompt(
+            tutor_messages(tutor.prompts, problem, tutor.chat.known(response), anchored)
+        )
         for problem, response, _ in requests
     ]
     fitting = [n for n, prompt in enumerate(prompts) if len(prompt) <= config.max_reprompt_tokens]

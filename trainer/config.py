@@ -1,22 +1,13 @@
 """Configuration: dataclasses with the papers' defaults → TOML preset → command line, in that order.
 
-Every field can be set in a preset (`[section]`, `key = value`) and on the command line
-(`--section.key value`). Unknown keys and impossible combinations are errors; the resolved
-configuration is saved with the run and is itself a valid preset.
+Every field can be set in a preset (`[section]`, `key = value`; preset.py) and on the command line
+(`--section.key value`; main.py). Impossible combinations are errors (checks.py).
 """
 
 from __future__ import annotations
 
-import dataclasses
-import difflib
-import tomllib
-import types
-import typing
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any, Literal
-
-import tomli_w
+from typing import Literal
 
 from cotutor.trainer.algos.grpo import GRPOConfig
 from cotutor.trainer.algos.opcod import OPCoDConfig
@@ -112,7 +103,7 @@ class PolicyConfig:
     logits_chunk_rows: int = 0
     # LoRA on all linear layers but the head; 0: full fine-tuning.
     lora_rank: int = 0
-    lora_alpha: float = 16.0
+    lora_alpha: int = 16
     # A step whose rollouts' mean |Δ log-prob| between engine and trainer exceeds this is fatal.
     # 0 chooses by dtype: 1e-3 in float32, 5e-2 in bfloat16.
     canary_max_mean_diff: float = 0.0
@@ -157,141 +148,3 @@ class Config:
     sdpo: SDPOConfig = field(default_factory=SDPOConfig)
     grpo: GRPOConfig = field(default_factory=GRPOConfig)
     sft: SFTConfig = field(default_factory=SFTConfig)
-
-
-def _build(cls: Any, value: Any, where: str) -> Any:
-    """Turn parsed TOML into the annotated type, naming `where` in every error."""
-    origin, args = typing.get_origin(cls), typing.get_args(cls)
-    if dataclasses.is_dataclass(cls) and isinstance(cls, type):
-        if not isinstance(value, dict):
-            raise ConfigError(f"{where} must be a table; got {value!r}")
-        hints = typing.get_type_hints(cls)
-        for key in value:
-            if key not in hints:
-                near = difflib.get_close_matches(key, hints, n=1)
-                hint = f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(hints)}"
-                raise ConfigError(f"{where}: unknown key {key!r}{hint}")
-        kwargs = {k: _build(hints[k], v, f"{where}: {k}") for k, v in value.items()}
-        try:
-            return cls(**kwargs)
-        except TypeError as error:
-            raise ConfigError(f"{where}: {error}") from None
-    if origin is tuple:
-        if not isinstance(value, list):
-            raise ConfigError(f"{where} must be a list; got {value!r}")
-        return tuple(_build(args[0], v, f"{where}[{i}]") for i, v in enumerate(value))
-    if origin is Literal:
-        if value not in args:
-            raise ConfigError(f"{where} must be one of {', '.join(args)}; got {value!r}")
-        return value
-    if origin in (types.UnionType, typing.Union):
-        return _build(next(a for a in args if a is not type(None)), value, where)
-    if origin is dict:
-        return dict(value)
-    if cls is float and isinstance(value, int) and not isinstance(value, bool):
-        return float(value)
-    if not isinstance(value, cls) or (cls is int and isinstance(value, bool)):
-        raise ConfigError(f"{where} must be {cls.__name__}; got {value!r}")
-    return value
-
-
-def load_preset(path: Path) -> Config:
-    """Read a TOML preset. Raises ConfigError that names file, and line or key."""
-    try:
-        text = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(
-            f"--config {path}: {error.strerror or error}; the presets are in configs/"
-        ) from None
-    try:
-        return _build(Config, tomllib.loads(text), str(path))
-    except tomllib.TOMLDecodeError as error:
-        raise ConfigError(f"{path}: {error}") from None
-    except ConfigError as error:
-        line = _line_of(text, str(error))
-        raise ConfigError(str(error).replace(str(path), f"{path}:{line}", 1)) from None
-
-
-def _line_of(text: str, message: str) -> int:
-    """The 1-based line of the last-named key, 1 if it can't be found."""
-    quoted = message.split("unknown key '")[-1].split("'")[0] if "unknown key" in message else ""
-    key = quoted or message.split(" must be")[0].split(": ")[-1].split("[")[0]
-    for number, line in enumerate(text.splitlines(), start=1):
-        name = line.split("=")[0].strip().strip("[]").split(".")[-1]
-        if name == key:
-            return number
-    return 1
-
-
-def to_toml(config: Config) -> str:
-    """The resolved configuration as a preset; None (a template's own default) is left out."""
-
-    def plain(value: Any) -> Any:
-        if isinstance(value, dict):
-            return {k: plain(v) for k, v in value.items() if v is not None}
-        if isinstance(value, list | tuple):
-            return [plain(v) for v in value]
-        return value
-
-    return tomli_w.dumps(plain(dataclasses.asdict(config)))
-
-
-def check(config: Config) -> None:
-    """Refuse impossible combinations. Raises ConfigError that names the option."""
-    r, e, d, p = config.rollout, config.evaluation, config.data, config.policy
-    positive = {
-        "rollout.questions_per_step": r.questions_per_step,
-        "rollout.samples_per_question": r.samples_per_question,
-        "rollout.max_prompt_tokens": r.max_prompt_tokens,
-        "rollout.max_response_tokens": r.max_response_tokens,
-        "rollout.max_reprompt_tokens": r.max_reprompt_tokens,
-        "rollout.max_feedback_tokens": r.max_feedback_tokens,
-        "rollout.verifier_workers": r.verifier_workers,
-        "evaluation.samples": e.samples,
-        "evaluation.validation_samples": e.validation_samples,
-        "policy.micro_batch_tokens": p.micro_batch_tokens,
-        "checkpoint.every_steps": config.checkpoint.every_steps,
-        "checkpoint.keep": config.checkpoint.keep,
-    }
-    for name, value in positive.items():
-        if value < 1:
-            option = name.replace("_", "-")
-            raise ConfigError(f"--{option} must be at least 1; got {value}")
-    if config.resume not in ("", "auto") and not (Path(config.resume) / "checkpoints").is_dir():
-        raise ConfigError(
-            f"--resume {config.resume}: no run with checkpoints there; name a run folder, or use"
-            " --resume auto with --out"
-        )
-    if config.steps < 0:
-        raise ConfigError(f"--steps must be at least 0 (0 keeps the preset's); got {config.steps}")
-    if not config.students:
-        raise ConfigError("students: name at least one [[students]] with a model in the preset")
-    names = [s.name for s in config.students]
-    if len(set(names)) != len(names):
-        raise ConfigError(f"students: names must differ; got {', '.join(names)}")
-    for s in config.students:
-        if not s.model:
-            raise ConfigError(f"students: {s.name} needs a model (--students.N.model FOLDER)")
-    if not d.domains:
-        raise ConfigError("data.domains: name at least one [[data.domains]] in the preset")
-    if d.source == "files":
-        for domain in d.domains:
-            if not domain.train or not domain.test:
-                raise ConfigError(
-                    f"data.domains: {domain.name} needs `train` and `test` files under data.root"
-                )
-    if r.temperature <= 0:
-        raise ConfigError(
-            f"--rollout.temperature must be above 0 for training; got {r.temperature}"
-        )
-    if r.top_p != 1.0:
-        raise ConfigError(
-            "--rollout.top-p must be 1 in training: the trainer's log-probs are those of the whole"
-            f" distribution, and the importance weights would be wrong; got {r.top_p}"
-        )
-    if not 0 < e.top_p <= 1:
-        raise ConfigError(f"--evaluation.top-p must be in (0, 1]; got {e.top_p}")
-    if e.temperature < 0:
-        raise ConfigError(f"--evaluation.temperature must be at least 0; got {e.temperature}")
-    for name in {config.algo, *config.baselines}:
-        getattr(config, name).check(f"--{name}", len(config.students))

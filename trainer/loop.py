@@ -7,13 +7,16 @@ backward ▸ clip, AdamW, EMA ▸ hand the weights to the engine. Everything ran
 
 from __future__ import annotations
 
+import gc
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from cotutor.rollout.chat import fit_reprompt
 from cotutor.rollout.engine import Engine, Sampling, request_seed
@@ -23,9 +26,9 @@ from cotutor.trainer.algos.base import Algorithm, Phase, StepContext, Tutor
 from cotutor.trainer.collect import (
     given_solutions,
     judge,
+    prompt_ids,
     record,
     sample_groups,
-    training_sampler,
 )
 from cotutor.trainer.config import Config
 from cotutor.trainer.evaluation import accuracy, evaluate
@@ -34,25 +37,11 @@ from cotutor.trainer.policy import Policy
 from cotutor.trainer.problem_sets import ProblemSets, Sampler
 from cotutor.trainer.progress import Progress
 from cotutor.trainer.run_folder import RunFolder
+from cotutor.trainer.run_state import INSIDE, RunState
 from cotutor.trainer.step import accumulate_gradients, check_canary, loss_metrics, rollout_counts
 from cotutor.trainer.stopping import Stopped, StopRequest
 from cotutor.trainer.students import Student, release
 from cotutor.trainer.world import World
-
-
-@dataclass
-class RunState:
-    """All that a resumed run must know besides the sharded weights; paths are the run folder's."""
-
-    step: int = 0  # optimizer steps of all students so far
-    phase: int = 0  # index into the schedule
-    step_in_phase: int = 0
-    exports: dict[str, list[str]] = field(default_factory=dict)  # model folders, the first initial
-    policies: dict[str, str] = field(default_factory=dict)  # student → its newest sharded state
-    gate: list[dict[str, Any]] = field(default_factory=list)  # one record a round
-    feedback: dict[str, float] = field(default_factory=dict)
-    start: dict[str, Any] = field(default_factory=dict)  # test scores by student
-    wall_time_s: float = 0.0
 
 
 class Run:
@@ -60,6 +49,7 @@ class Run:
 
     Args:
         config: the resolved configuration; `config.algo` is the algorithm of this run.
+        samplers: by student its training problems, and how many prompts were too long.
         start_scores: test scores of the initial students, when another run has measured them.
     """
 
@@ -69,6 +59,7 @@ class Run:
         algorithm: Algorithm,
         students: Sequence[Student],
         problems: ProblemSets,
+        samplers: Mapping[str, tuple[Sampler, int]],
         world: World,
         folder: RunFolder,
         start_scores: dict[str, Any] | None = None,
@@ -83,9 +74,8 @@ class Run:
             exports={s.name: [s.config.model] for s in students}, start=start_scores or {}
         )
         self.pool = VerifierPool(config.rollout.verifier_workers, config.rollout.verifier_timeout_s)
-        drawn = {s.name: training_sampler(config, algorithm, s, problems) for s in students}
-        self.samplers = {name: sampler for name, (sampler, _) in drawn.items()}
-        self.prompts_too_long = {name: left_out for name, (_, left_out) in drawn.items()}
+        self.samplers = {name: sampler for name, (sampler, _) in samplers.items()}
+        self.prompts_too_long = {name: left_out for name, (_, left_out) in samplers.items()}
         n_problems = max(s.n_problems for s in self.samplers.values())
         self.schedule = algorithm.schedule(len(students), n_problems, config.steps)
         self.progress = Progress(sum(p.steps for p in self.schedule), world.main)
@@ -107,10 +97,12 @@ class Run:
                 if self.algorithm.feedback and len(self.state.gate) < phase.round:
                     self._open_gate(phase.round)
                 self._run_phase(phase)
-            end = self._evaluate_all("test") if self.algorithm.on_policy else {}
+            if not self.state.end and self.algorithm.on_policy:
+                self.state.end = self._evaluate_all("test")
+                self._count_time()
+                self.folder.renew_state(self.state.step, asdict(self.state))
         self.progress.close()
-        self.state.wall_time_s += time.monotonic() - self._started
-        return {"start": self.state.start, "end": end}
+        return {"start": self.state.start, "end": self.state.end}
 
     def _run_phase(self, phase: Phase) -> None:
         student = self.students[phase.student]
@@ -129,6 +121,12 @@ class Run:
         finally:
             for each in [*tutor_engines, *([engine] if engine else [])]:
                 release(each)
+            # FSDP's hooks are reference cycles: without a collection the next phase's weights
+            # would stand beside this one's.
+            del policy, engine, tutors, tutor_engines
+            gc.collect()
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
 
     def _step(
         self,
@@ -208,14 +206,16 @@ class Run:
     ) -> StepContext:
         limit = self.config.rollout.max_reprompt_tokens
 
-        def reprompt(problem: Problem, demonstration: str, feedback: str) -> list[int]:
-            ids, removed = fit_reprompt(
-                student.chat, student.prompts, problem, demonstration, feedback, limit
-            )
+        def reprompt(problem: Problem, demonstration: str, feedback: str) -> list[int] | None:
+            if not demonstration and not feedback:
+                return None
+            shown = (student.chat.known(demonstration), student.chat.known(feedback))
+            ids, removed = fit_reprompt(student.chat, student.prompts, problem, *shown, limit)
             for name, tokens in removed.items():
                 cut[f"{name}_tokens"] += tokens
                 cut[name] += tokens > 0
-            return ids
+            # Cut to nothing, the reprompt is the question alone: no context.
+            return None if ids == prompt_ids(student, problem) else ids
 
         def timed(write: Callable[..., list[str]]) -> Callable[..., list[str]]:
             def call(requests: Sequence[tuple[Any, str, int]]) -> list[str]:
@@ -225,7 +225,6 @@ class Run:
             return call
 
         return StepContext(
-            step=self.state.step,
             tutors=[Tutor(t.name, t.cognizant, t.best_domains, timed(t.write)) for t in tutors],
             reprompt=reprompt,
             seed=lambda *key: request_seed(self.config.seed, self.state.step, *key),
@@ -251,19 +250,22 @@ class Run:
         self.state.step += 1
         self.state.step_in_phase += 1
         stop = any(self.world.gather(self._stop.requested))
-        if self.state.step_in_phase == phase.steps:
+        if self.state.step_in_phase >= phase.steps:
             export = f"models/{student.name}/round_{phase.round}"
             policy.export(self.folder.path / export, student.tokenizer)
-            self.state.exports[student.name].append(export)
+            self.state.exports[student.name].append(INSIDE + export)
             self.state.phase += 1
             self.state.step_in_phase = 0
             self._checkpoint(student, policy)
         elif stop or self.state.step_in_phase % self.config.checkpoint.every_steps == 0:
             self._checkpoint(student, policy)
-        if stop and self.state.phase < len(self.schedule):
-            raise Stopped(
-                f"stopped after step {self.state.step}; --resume auto with the same --out goes on"
-            )
+        if stop:
+            self._raise_stopped()
+
+    def _raise_stopped(self) -> None:
+        raise Stopped(
+            f"stopped after step {self.state.step}; --resume auto --out {self.config.out} goes on"
+        )
 
     # --- engines, schedule, evaluation ----------------------------------------------------------
 
@@ -279,15 +281,15 @@ class Run:
         if not self.algorithm.feedback:
             return [], []
         snapshot = self.algorithm.config.tutor_snapshot
+        gate = self.state.gate[-1]
         peers = [s for n, s in enumerate(self.students) if n != phase.student]
+        peers = [p for p in peers if self.algorithm.may_speak(gate["cognizant"][p.name])]
         engines = []
         for peer in peers:
             exports = self.state.exports[peer.name]
             path = exports[phase.round - 1] if snapshot == "round_start" else exports[-1]
             engines.append(peer.start_engine(self._resolve(path), self.config, self.world))
-        return start_tutors(
-            self.algorithm, self.config, peers, engines, self.state.gate[-1]
-        ), engines
+        return start_tutors(self.algorithm, self.config, peers, engines, gate), engines
 
     def _student_engine(self, student: Student, policy: Policy) -> Engine | None:
         if not self.algorithm.on_policy:
@@ -316,6 +318,8 @@ class Run:
                 engine, student, problems, samples, self.config, self.world, self.pool, which
             )
             release(engine)
+            if any(self.world.gather(self._stop.requested)):
+                self._raise_stopped()  # an evaluation is repeated on resuming, a step is not
             means = {d: asdict(accuracy(s)) for d, s in scores[student.name].items()}
             line = {"kind": "evaluation", "step": self.state.step, "set": which}
             self.folder.log({**line, "student": student.name, "accuracy": means})
@@ -324,8 +328,9 @@ class Run:
 
     def _resolve(self, path: str) -> str:
         """Exports are stored relative to the run folder; initial models are named by the user."""
-        inside = self.folder.path / path
-        return str(inside) if path.startswith("models/") and inside.is_dir() else path
+        if path.startswith(INSIDE):
+            return str(self.folder.path / path.removeprefix(INSIDE))
+        return path
 
     # --- checkpoints ----------------------------------------------------------------------------
 
@@ -354,20 +359,24 @@ class Run:
         policy.save(temporary / student.name)
         self.world.barrier()
         self.state.policies[student.name] = f"checkpoints/step_{step:06d}/{student.name}"
-        now = time.monotonic()
-        self.state.wall_time_s += now - self._started
-        self._started = now
+        self._count_time()
         self.folder.commit_checkpoint(step, asdict(self.state))
         self.folder.prune(
             self.config.checkpoint.keep, {Path(p).parts[1] for p in self.state.policies.values()}
         )
         self.world.barrier()
 
+    def _count_time(self) -> None:
+        now = time.monotonic()
+        self.state.wall_time_s += now - self._started
+        self._started = now
+
     def resume(self) -> bool:
         """Go back to the newest complete checkpoint; False if there is none. Collective."""
         found = self.folder.latest_checkpoint() if self.world.main else None
         state = self.world.gather(found[1] if found else None)[0]
         if state is None:
+            self.folder.rewind(0)
             return False
         self.state = RunState(**state)
         self.folder.rewind(self.state.step)

@@ -17,14 +17,14 @@ from typing import Any, cast
 
 import tyro
 
-from cotutor.rollout.models import ModelError
-from cotutor.rollout.problems import DataError
 from cotutor.trainer.algos.base import Algorithm
 from cotutor.trainer.algos.grpo import GRPO
 from cotutor.trainer.algos.opcod import OPCoD
 from cotutor.trainer.algos.sdpo import SDPO
 from cotutor.trainer.algos.sft import SFT
-from cotutor.trainer.config import AlgoName, Config, ConfigError, check, load_preset
+from cotutor.trainer.checks import check
+from cotutor.trainer.config import AlgoName, Config, ConfigError
+from cotutor.trainer.preset import load_preset
 
 ALGORITHMS: dict[str, Any] = {"opcod": OPCoD, "sdpo": SDPO, "grpo": GRPO, "sft": SFT}
 _CONFIGS = Path(__file__).resolve().parent.parent / "configs"
@@ -46,8 +46,14 @@ def parse(arguments: Sequence[str]) -> Config:
             )
         config = dataclasses.replace(config, baselines=cast(tuple[AlgoName, ...], names))
     config = _command_line(config, rest)
-    if not config.out:
-        config = dataclasses.replace(config, out=_free_folder(f"runs/{preset.stem}-{config.algo}"))
+    if config.resume not in ("", "auto"):
+        config = dataclasses.replace(config, out=config.resume)
+    elif not config.out:
+        stem = f"runs/{preset.stem}-{config.algo}"
+        config = dataclasses.replace(config, out=_default_folder(stem, config.resume == "auto"))
+    # The run itself is no baseline of its own: a preset may name it for its other algorithms.
+    others = tuple(name for name in config.baselines if name != config.algo)
+    config = dataclasses.replace(config, baselines=() if config.algo == "sft" else others)
     try:
         check(config)
     except ConfigError:
@@ -109,11 +115,15 @@ def _one_sentence(box: str) -> str:
     return f"{told}; did you mean {options[0]}?" if options and "Unrecog" in told else told
 
 
-def _free_folder(stem: str) -> str:
-    n, folder = 2, stem
-    while Path(folder).exists():
-        folder, n = f"{stem}-{n}", n + 1
-    return folder
+def _default_folder(stem: str, resume: bool) -> str:
+    """The first of stem, stem-2, stem-3 … that doesn't exist; resuming: the last that does."""
+    names = [stem, *(f"{stem}-{n}" for n in range(2, 10_000))]
+    free = next(n for n, name in enumerate(names) if not Path(name).exists())
+    if not resume:
+        return names[free]
+    if free == 0:
+        raise ConfigError(f"--resume auto: there is no run {stem} to go on with; name it by --out")
+    return names[free - 1]
 
 
 def make_algorithm(config: Config) -> Algorithm:
@@ -121,13 +131,14 @@ def make_algorithm(config: Config) -> Algorithm:
 
 
 def main(arguments: Sequence[str]) -> int:
-    try:
-        config = parse(arguments)
-        # Heavy imports only after the command line is known to be right.
-        from cotutor.trainer.run import run
+    """Run a command line; returns the exit code (a failing rank leaves at once, without)."""
+    # Which exceptions are a user's mistakes is known where they are raised.
+    from cotutor.trainer.run import MISTAKES, run
 
-        return run(config, make_algorithm)
-    except (ConfigError, DataError, ModelError) as error:
+    try:
+        return run(parse(arguments), make_algorithm)
+    except MISTAKES as error:
+        # Before any process group stands all ranks find the same mistake: one tells it.
         if int(os.environ.get("RANK", 0)) == 0:
             print(f"error: {error}", file=sys.stderr)
         return 2

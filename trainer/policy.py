@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
+from cotutor.rollout.engine import request_seed
 from cotutor.rollout.models import load_model
 from cotutor.trainer.config import OptimizerConfig, PolicyConfig, StudentConfig
 from cotutor.trainer.world import World
@@ -60,7 +61,7 @@ class Policy:
         teacher: "ema", "initial" and "trust_region" keep a second sharded copy; "current" uses the
             student's own weights; None has no teacher.
         teacher_rate: EMA rate, or trust_region's share of the current model's logits.
-        seed: of the weights of a student with `random_init`.
+        seed: of random weights and of LoRA's, together with the student's name.
         vocab_size: how many rows of the LM head are tokens; None: all.
     """
 
@@ -84,6 +85,7 @@ class Policy:
         self.compute_dtype = compute_dtype(config, world.device)
         self._vocab_size = vocab_size
         self._init_seed = seed if student.random_init else None
+        self._lora_seed = request_seed(seed, student.name)
         self.student = self._sharded(student.model, trainable=True)
         keeps_copy = teacher in ("ema", "initial", "trust_region")
         self.teacher = self._sharded(student.model, trainable=False) if keeps_copy else None
@@ -99,7 +101,7 @@ class Policy:
     def _sharded(self, model_path: str, *, trainable: bool) -> Scorer:
         model = load_model(model_path, dtype=torch.float32, random_init_seed=self._init_seed)
         if self.config.lora_rank:
-            _add_lora(model, self.config)
+            _add_lora(model, self.config, self._lora_seed)
         if not trainable:
             model.requires_grad_(False)
         elif self.config.activation_checkpointing:
@@ -194,18 +196,18 @@ class Policy:
 
     def full_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Stream (Hugging Face name, whole tensor, compute dtype), LoRA merged; collective."""
+        self.student.reshard()  # type: ignore[operator]
         state = self.student.model.state_dict()
         for name, parameter in state.items():
             if ".lora_" in name:
                 continue
             value = _full(parameter)
-            if ".base_layer." in name:
+            if name.endswith(".base_layer.weight"):
                 prefix = name.split(".base_layer.")[0]
                 a = _full(state[f"{prefix}.lora_A.default.weight"])
                 b = _full(state[f"{prefix}.lora_B.default.weight"])
                 value = value + (b @ a) * (self.config.lora_alpha / self.config.lora_rank)
-                name = name.replace(".base_layer.", ".")
-            yield name, value.to(self.compute_dtype)
+            yield name.replace(".base_layer.", "."), value.to(self.compute_dtype)
 
     def export(self, folder: Path, tokenizer: Any) -> None:
         """Write a Hugging Face model folder, complete or not at all; collective."""
@@ -235,10 +237,15 @@ class Policy:
         set_optimizer_state_dict(self.student, self.optimizer, optim_state_dict=state["optimizer"])
 
     def _state(self) -> dict[str, Any]:
+        fresh = not self.optimizer.state
         state: dict[str, Any] = {
             "student": self.student.state_dict(),
             "optimizer": get_optimizer_state_dict(self.student, self.optimizer),
         }
+        if fresh:
+            # Asked for its state, an optimizer that never stepped is stepped once with zeros.
+            for entry in self.optimizer.state.values():
+                entry["step"].zero_()
         if self.teacher is not None:
             state["teacher"] = self.teacher.state_dict()
         return state
@@ -251,19 +258,19 @@ def compute_dtype(config: PolicyConfig, device: torch.device) -> torch.dtype:
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.compute_dtype]
 
 
-def _add_lora(model: Any, config: PolicyConfig) -> None:
+def _add_lora(model: Any, config: PolicyConfig, seed: int) -> None:
     from peft import LoraConfig, inject_adapter_in_model
 
     head = next(n for n, m in model.named_modules() if m is model.get_output_embeddings())
-    inject_adapter_in_model(
-        LoraConfig(
-            r=config.lora_rank,
-            lora_alpha=int(config.lora_alpha),
-            target_modules="all-linear",
-            exclude_modules=[head],
-        ),
-        model,
+    lora = LoraConfig(
+        r=config.lora_rank,
+        lora_alpha=config.lora_alpha,
+        target_modules="all-linear",
+        exclude_modules=[head],
     )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        inject_adapter_in_model(lora, model)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(".lora_" in name)
 

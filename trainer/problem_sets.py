@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from cotutor.rollout.curriculum import rows
+from cotutor.rollout.curriculum import SPECIALISTS, rows
 from cotutor.rollout.problems import DataError, overlap, read_problems
-from cotutor.rollout.tasks import make_problems
+from cotutor.rollout.tasks import DOMAINS, make_problems
 from cotutor.rollout.trajectory import Problem
 from cotutor.trainer.config import Config, ConfigError, DataConfig, DomainConfig
 
@@ -94,6 +94,11 @@ def _generate(
     test: dict[str, list[Problem]],
 ) -> None:
     name = domain.name
+    if name not in DOMAINS:
+        raise ConfigError(
+            f"data.domains: {name} is not embedded; choose of {', '.join(DOMAINS)}, or source ="
+            ' "files"'
+        )
     test[name] = make_problems(name, config.test_problems_per_domain, seed=_TEST_SEED)
     taken = {p.question for p in test[name]}
     n = config.validation_problems_per_domain
@@ -106,6 +111,11 @@ def _generate(
 
 def curriculum_problems(config: Config, student: str, exclude: frozenset[str]) -> list[Problem]:
     """The embedded training rows of one student, as problems with given messages and solution."""
+    if student != "base" and student not in SPECIALISTS:
+        raise ConfigError(
+            f"students: the embedded curriculum teaches base, {', '.join(SPECIALISTS)}, not"
+            f" {student}"
+        )
     n = config.data.train_problems_per_domain * len(config.data.domains)
     stream = itertools.islice(rows(student, config.seed, exclude), n)
     return [

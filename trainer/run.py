@@ -4,32 +4,50 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import sys
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, NoReturn
 
 import torch
 
 from cotutor.rollout.curriculum import SPECIALISTS
+from cotutor.rollout.models import ModelError
+from cotutor.rollout.problems import DataError
 from cotutor.rollout.prompts import tutor_messages
 from cotutor.rollout.verifiers import VerifierPool
 from cotutor.trainer.algos.base import Algorithm
 from cotutor.trainer.break_rate import break_rate
 from cotutor.trainer.collect import prompt_ids, training_sampler
-from cotutor.trainer.config import Config, ConfigError, to_toml
+from cotutor.trainer.config import Config, ConfigError
 from cotutor.trainer.evaluation import accuracy, evaluate
 from cotutor.trainer.loop import Run, Stopped
 from cotutor.trainer.plan import print_plan
-from cotutor.trainer.problem_sets import ProblemSets, load_problem_sets
+from cotutor.trainer.preset import check_resumed, to_toml
+from cotutor.trainer.problem_sets import ProblemSets, Sampler, load_problem_sets
 from cotutor.trainer.progress import pareto_table
 from cotutor.trainer.report import write_report
-from cotutor.trainer.run_folder import RunFolder, describe_environment
+from cotutor.trainer.run_folder import RunFolder, RunFolderError, describe_environment
 from cotutor.trainer.students import Student, release
 from cotutor.trainer.world import World
 
+# What a user did wrong, told in one sentence, with exit code 2.
+MISTAKES = (ConfigError, DataError, ModelError, RunFolderError)
+
 MakeAlgorithm = Callable[[Config], Algorithm]
+
+
+class Task(NamedTuple):
+    """What was asked for, checked and loaded, before any process group stands."""
+
+    config: Config
+    make_algorithm: MakeAlgorithm
+    students: Sequence[Student]
+    problems: ProblemSets
+    # By student: its training problems, and how many were left out because of their length.
+    samplers: Mapping[str, tuple[Sampler, int]]
 
 
 def run(config: Config, make_algorithm: MakeAlgorithm) -> int:
@@ -37,49 +55,46 @@ def run(config: Config, make_algorithm: MakeAlgorithm) -> int:
     # A user's mistakes in data and models are told before any process group stands.
     problems = load_problem_sets(config.data)
     students = [Student.load(s, config) for s in config.students]
+    algorithm = make_algorithm(config)
+    drawn = {s.name: training_sampler(config, algorithm, s, problems) for s in students}
+    task = Task(config, make_algorithm, students, problems, drawn)
     world = World()
     try:
         if world.main:
             print(_opening_line(config, world, problems), flush=True)
-        _DO[config.do](config, make_algorithm, students, problems, world)
-        return 0
+        _DO[config.do](task, world)
     except Stopped as stopped:
         if world.main:
             print(str(stopped), flush=True)
-        return 0
-    except (ConfigError, ValueError):
-        raise
+    except MISTAKES as error:
+        _leave(world, f"error: {error}", 2)
     except Exception as error:
-        # The other ranks may be waiting for this one: leaving at once lets torchrun end them all.
         traceback.print_exc()
-        print(f"error: rank {world.rank}: {error}", file=sys.stderr, flush=True)
-        return 1
-    finally:
-        world.close()
+        _leave(world, f"error: rank {world.rank}: {error}", 1)
+    world.close()
+    return 0
 
 
-def _train(
-    config: Config,
-    make_algorithm: MakeAlgorithm,
-    students: Sequence[Student],
-    problems: ProblemSets,
-    world: World,
-) -> None:
-    folder = Path(config.out if config.resume in ("", "auto") else config.resume)
-    main_run, summary = _one(config, folder, make_algorithm, students, problems, world, None)
-    per_student = sum(p.steps for p in main_run.schedule) // len(students)
+def _leave(world: World, message: str, code: int) -> NoReturn:
+    """Say why and end this process at once.
+
+    The other ranks may be waiting for this one, and closing the process group would wait for them:
+    torchrun ends them all when one is gone.
+    """
+    print(message, file=sys.stderr, flush=True)
+    sys.stdout.flush()
+    os._exit(code)
+
+
+def _train(task: Task, world: World) -> None:
+    config, folder = task.config, Path(task.config.out)
+    main_run, summary = _one(task, folder, world, None)
+    per_student = sum(p.steps for p in main_run.schedule) // len(task.students)
     summary["baselines"] = {}
     for name in config.baselines:
         baseline = dataclasses.replace(config, algo=name, steps=per_student, baselines=())
-        _, part = _one(
-            baseline,
-            folder / "baselines" / name,
-            make_algorithm,
-            students,
-            problems,
-            world,
-            main_run.state.start,
-        )
+        baseline_folder = folder / "baselines" / name
+        _, part = _one(task._replace(config=baseline), baseline_folder, world, main_run.state.start)
         summary["baselines"][name] = part
     run_folder = RunFolder(folder, world.main)
     run_folder.write_summary(summary)
@@ -88,20 +103,16 @@ def _train(
         pareto_table(summary)
 
 
-def _evaluate(
-    config: Config,
-    make_algorithm: MakeAlgorithm,
-    students: Sequence[Student],
-    problems: ProblemSets,
-    world: World,
-) -> None:
+def _evaluate(task: Task, world: World) -> None:
     """Score the students' models on the test problems; prints, and writes evaluation.json."""
+    config = task.config
     result: dict[str, Any] = {}
     with VerifierPool(config.rollout.verifier_workers, config.rollout.verifier_timeout_s) as pool:
-        for student in students:
+        for student in task.students:
             engine = student.start_engine(student.config.model, config, world)
             samples = config.evaluation.samples
-            scores = evaluate(engine, student, problems.test, samples, config, world, pool, "test")
+            tested = task.problems.test
+            scores = evaluate(engine, student, tested, samples, config, world, pool, "test")
             release(engine)
             result[student.name] = {
                 domain: dataclasses.asdict(accuracy(values)) for domain, values in scores.items()
@@ -109,30 +120,17 @@ def _evaluate(
     _write(config, world, "evaluation.json", {"samples": config.evaluation.samples, **result})
 
 
-def _break_rate(
-    config: Config,
-    make_algorithm: MakeAlgorithm,
-    students: Sequence[Student],
-    problems: ProblemSets,
-    world: World,
-) -> None:
+def _break_rate(task: Task, world: World) -> None:
     """How often feedback turns right answers wrong; prints, and writes break_rate.json."""
-    result = break_rate(config, make_algorithm(config), students, problems, world)
-    _write(config, world, "break_rate.json", result)
+    algorithm = task.make_algorithm(task.config)
+    result = break_rate(task.config, algorithm, task.students, task.problems, world)
+    _write(task.config, world, "break_rate.json", result)
 
 
-def _plan(
-    config: Config,
-    make_algorithm: MakeAlgorithm,
-    students: Sequence[Student],
-    problems: ProblemSets,
-    world: World,
-) -> None:
+def _plan(task: Task, world: World) -> None:
     """Show the first prompts as the models will see them, memory and time; loads no weights."""
-    algorithm = make_algorithm(config)
-    for student in students:
-        training_sampler(config, algorithm, student, problems)  # refuses lengths that can't be
-        first = next(iter(problems.test.values()))[0]
+    for student in task.students:
+        first = next(iter(task.problems.test.values()))[0]
         messages = tutor_messages(student.prompts, first, "(the peer's response)")
         for title, ids in (
             ("student", prompt_ids(student, first)),
@@ -142,7 +140,8 @@ def _plan(
                 print(f"--- {student.name} as {title}, {len(ids)} tokens:")
                 print(student.tokenizer.decode(ids))
     if world.main:
-        print_plan(config, algorithm, world.size, world.device)
+        algorithm = task.make_algorithm(task.config)
+        print_plan(task.config, algorithm, world.size, world.device)
 
 
 _DO = {"train": _train, "evaluate": _evaluate, "break-rate": _break_rate, "plan": _plan}
@@ -159,22 +158,22 @@ def _write(config: Config, world: World, name: str, result: Mapping[str, Any]) -
 
 
 def _one(
-    config: Config,
-    path: Path,
-    make_algorithm: MakeAlgorithm,
-    students: Sequence[Student],
-    problems: ProblemSets,
-    world: World,
-    start_scores: dict[str, Any] | None,
+    task: Task, path: Path, world: World, start_scores: dict[str, Any] | None
 ) -> tuple[Run, dict[str, Any]]:
     """Train one algorithm in its folder, going on where a checkpoint says so."""
+    config = task.config
     occupied = any(world.gather((path / "config.toml").exists()))
     if occupied and not config.resume:
         raise ConfigError(f"--out {path} already holds a run; add --resume auto, or name another")
+    if occupied:
+        check_resumed(config, path / "config.toml")
     folder = RunFolder(path, world.main)
     folder.start(to_toml(config), describe_environment(), resume=occupied)
     world.barrier()
-    current = Run(config, make_algorithm(config), students, problems, world, folder, start_scores)
+    algorithm = task.make_algorithm(config)
+    current = Run(
+        config, algorithm, task.students, task.problems, task.samplers, world, folder, start_scores
+    )
     resumed = current.resume() if config.resume else False
     if world.main and config.resume:
         print(

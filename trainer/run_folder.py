@@ -212,6 +212,12 @@ class RunFolder:
         _replace_text(self._checkpoints / "latest", final.name + "\n")
         shutil.rmtree(final.with_suffix(".old"), ignore_errors=True)
 
+    def renew_state(self, step: int, state: Mapping[str, Any]) -> None:
+        """Replace the state of the committed checkpoint of `step`, whole or not at all."""
+        if self.main:
+            path = self._checkpoints / _step_name(step) / "state.json"
+            _replace_text(path, _dumps(state, indent=2) + "\n")
+
     def latest_checkpoint(self) -> tuple[Path, dict[str, Any]] | None:
         """The last complete checkpoint and its state, or None.
 

@@ -85,7 +85,7 @@ def check_canary(metrics: Mapping[str, float], policy: Policy, step: int) -> Non
     Raises RuntimeError: the engine samples from other weights than those that are trained.
     """
     threshold = policy.config.canary_max_mean_diff or _CANARY_THRESHOLD[policy.compute_dtype]
-    difference = metrics.get("canary_mean_abs_diff", 0.0)
+    difference = metrics["canary_mean_abs_diff"]
     if not difference <= threshold:
         raise RuntimeError(
             f"canary: engine and trainer disagree on step {step}'s rollouts: mean |Δ log-prob|"

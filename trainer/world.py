@@ -21,7 +21,9 @@ class World:
     Tensors go over NCCL on GPUs and gloo on CPUs; Python objects always over gloo.
     """
 
-    def __init__(self, timeout_s: float = 600.0) -> None:
+    # Long: rank 0 may write 100 GB, or generate the longest texts, while the others wait. A rank
+    # that dies does not make them wait so long: torchrun ends them all.
+    def __init__(self, timeout_s: float = 7200.0) -> None:
         self.rank = int(os.environ.get("RANK", 0))
         self.size = int(os.environ.get("WORLD_SIZE", 1))
         cuda = torch.cuda.is_available()

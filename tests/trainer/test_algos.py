@@ -28,10 +28,10 @@ def rollout(sample: int, reward: float, domain: str = "a", text: str = "") -> Tr
 
 
 def context(tutors: Sequence[Tutor] = ()) -> StepContext:
-    def reprompt(problem: Problem, demonstration: str, feedback: str) -> list[int]:
-        return [len(demonstration), len(feedback)]
+    def reprompt(problem: Problem, demonstration: str, feedback: str) -> list[int] | None:
+        return [len(demonstration), len(feedback)] if demonstration or feedback else None
 
-    return StepContext(0, tutors, reprompt, seed=lambda *key: hash(key) >> 1)
+    return StepContext(tutors, reprompt, seed=lambda *key: hash(key) >> 1)
 
 
 def tutor(name: str, *, cognizant: bool = True, best: Sequence[str] = (), says: str = "") -> Tutor:
@@ -50,6 +50,8 @@ def test_the_demonstration_is_the_earliest_right_rollout_of_somebody_else() -> N
     assert demonstration_for(group, 1, exclude_self=True) == "answer 2"
     assert demonstration_for(group, 1, exclude_self=False) == "answer 1"
     assert demonstration_for([rollout(0, 1), rollout(1, 0)], 0, exclude_self=True) == ""
+    thoughts = rollout(0, 1, text="<think>nothing else</think>")
+    assert demonstration_for([thoughts, rollout(1, 1)], 2, exclude_self=True) == "answer 1"
 
 
 def test_rollouts_without_context_are_masked_and_counted() -> None:
@@ -60,7 +62,7 @@ def test_rollouts_without_context_are_masked_and_counted() -> None:
     assert [sdpo.row_weights(r) for r in group] == [0.0, 0.0]
     unmasked = SDPO(SDPOConfig(mask_without_context=False))
     unmasked.annotate([group], context())
-    assert group[0].teacher_prompt_ids == [0, 0]
+    assert group[0].teacher_prompt_ids == [1, 2]  # its own prompt
     assert unmasked.row_weights(group[0]) == pytest.approx(1 / 3)
 
 
@@ -146,6 +148,22 @@ def test_the_gate_s_modes_choose_who_may_speak() -> None:
     assert names("domain_selective", "b") == ["loud", "silent"]
     assert names("always", "a") == ["loud", "silent"]
     assert names("never", "a") == []
+
+
+def test_a_delta_of_exactly_tau_is_still_cognizant() -> None:
+    scores = {"i": {"a": 0.75, "b": 0.5}, "j": {"a": 0.6, "b": 0.5}}  # (0.75 − 0.6)/0.75 = 0.2
+    assert OPCoD(OPCoDConfig()).gate(scores)["j"].cognizant
+
+
+def test_only_peers_that_may_speak_get_an_engine() -> None:
+    for gate, expected in {
+        "cognizance": (True, False),
+        "never": (False, False),
+        "always": (True, True),
+        "domain_selective": (True, True),
+    }.items():
+        opcod = OPCoD(OPCoDConfig(gate=gate))  # type: ignore[arg-type]
+        assert (opcod.may_speak(True), opcod.may_speak(False)) == expected
 
 
 def test_phases_alternate_within_rounds() -> None:

@@ -61,6 +61,15 @@ def preset(tmp_path: Path) -> Callable[[str], str]:
         (["--steps", "-1"], r"--steps must be at least 0"),
         (["--students.0.model", "nowhere"], r"model nowhere: no such folder.*--students"),
         (["--students.1.name", "s1"], r"names must differ"),
+        (["--students.1.name", "../s1"], r"students: a name is made of letters"),
+        (["--engine", "vllm"], r"--engine vllm is not built yet"),
+        (["--baselines", "sdpo,sdpo"], r"--baselines: sdpo is named twice"),
+        (["--baselines", "sft"], r"--baselines: sft"),
+        (["--optimizer.beta1", "1.5"], r"--optimizer\.beta1 must be in \[0, 1\)"),
+        (["--data.domains.0.name", "stars"], r"data\.domains: stars is not embedded"),
+        (["--data.train-problems-per-domain", "0"], r"--data\.train-problems-per-domain must be"),
+        (["--students.0.model", "package:a.b"], r"package a\.b is not installed"),
+        (["--rollout.max-reprompt-tokens", "5"], r"--rollout\.max-reprompt-tokens 5 must be"),
         (["--resume", "nowhere"], r"--resume nowhere: no run with checkpoints"),
     ],
 )
@@ -132,4 +141,13 @@ def test_mistakes_in_data_and_models(
     assert re.search(r"empty: the folder has no config\.json", run(model=str(tmp_path / "empty")))
     (tmp_path / "empty/config.json").write_text("{}")
     assert re.search(r"empty: the folder has no tokenizer", run(model=str(tmp_path / "empty")))
+    sft = [
+        "--algo",
+        "sft",
+        "--config",
+        preset(FILES.format(model="configs/tiny/s1", root=tmp_path, limit=4096)),
+        "--out",
+        str(tmp_path / "run"),
+    ]
+    assert re.search(r"train\.json:\d: no worked solution to train on", told(*sft))
     assert re.search(r"--rollout\.max-prompt-tokens 3: no prompt of physics", run(limit=3))

@@ -16,7 +16,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCau
 from cotutor.rollout.models import ModelError
 from cotutor.trainer.algos.grpo import GRPO, GRPOConfig
 from cotutor.trainer.algos.opcod import OPCoD, OPCoDConfig
-from cotutor.trainer.config import Config, ConfigError, PolicyConfig, StudentConfig, load_preset
+from cotutor.trainer.config import Config, ConfigError, PolicyConfig, StudentConfig
 from cotutor.trainer.plan import (
     Component,
     Rates,
@@ -29,6 +29,7 @@ from cotutor.trainer.plan import (
     print_plan,
     time_plan,
 )
+from cotutor.trainer.preset import load_preset
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
 GIB = 2**30

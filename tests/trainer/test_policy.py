@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import make_rollouts, tiny_qwen3
-from transformers import AutoModelForCausalLM
+from conftest import VOCABULARY, make_rollouts, tiny_qwen3
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from cotutor.trainer.algos.sdpo import SDPO, SDPOConfig
 from cotutor.trainer.config import Config
@@ -172,3 +174,77 @@ def test_a_loaded_checkpoint_goes_on_bit_for_bit(
     assert all(torch.equal(v, weights(straight)[k]) for k, v in weights(resumed).items())
     found = teacher_weights(resumed)
     assert all(torch.equal(v, found[k]) for k, v in teacher_weights(straight).items())
+
+
+def test_a_lora_export_keeps_biases(
+    tmp_path: Path, make_policy: Callable[..., Policy], world: World
+) -> None:
+    torch.manual_seed(0)
+    config = Qwen2Config(
+        vocab_size=VOCABULARY,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+    )
+    original = Qwen2ForCausalLM(config)
+    original.save_pretrained(tmp_path / "qwen2")
+    policy = make_policy("ema", model=tmp_path / "qwen2", lora_rank=2)
+    assert weights(policy).keys() == original.state_dict().keys()
+    for name, value in weights(policy).items():
+        assert torch.equal(value, original.state_dict()[name]), name  # B starts at 0
+
+
+def test_lora_starts_from_the_seed_alone(make_policy: Callable[..., Policy]) -> None:
+    found = []
+    for noise in (1, 2):
+        torch.rand(noise)  # however much of the global generator was used before
+        state = make_policy(None, lora_rank=2).student.model.state_dict()
+        found.append({n: p.full_tensor() for n, p in state.items() if ".lora_A" in n})
+    assert found[0]
+    assert all(torch.equal(value, found[1][name]) for name, value in found[0].items())
+
+
+@pytest.mark.parametrize("teacher", ["ema", "current", "trust_region"])
+def test_a_step_in_bfloat16(teacher: str, make_policy: Callable[..., Policy], world: World) -> None:
+    policy = make_policy(teacher, compute_dtype="bfloat16")
+    rollouts = make_rollouts(4, teacher=True)
+    accumulate_gradients(policy, SDPO(SDPOConfig(k=5)), rollouts, Config(), world)
+    exact = make_policy(teacher)
+    accumulate_gradients(exact, SDPO(SDPOConfig(k=5)), rollouts, Config(), world)
+    for p, q in zip(policy.trainable, exact.trainable, strict=True):
+        assert p.grad is not None
+        assert q.grad is not None
+        assert p.grad.dtype == torch.float32
+    pairs = zip(policy.trainable, exact.trainable, strict=True)
+    inner = sum(float((p.grad.to_local() * q.grad.to_local()).sum()) for p, q in pairs)  # type: ignore[union-attr]
+    norms = [
+        sum(float(p.grad.to_local().pow(2).sum()) for p in x.trainable) ** 0.5  # type: ignore[union-attr]
+        for x in (policy, exact)
+    ]
+    assert inner / (norms[0] * norms[1]) > 0.98
+    _, skipped = policy.step(1e-3)
+    assert not skipped
+    assert all(t.dtype == torch.bfloat16 for _, t in policy.full_tensors())
+
+
+def test_saving_does_not_step_a_fresh_optimizer(
+    tmp_path: Path, make_policy: Callable[..., Policy], world: World
+) -> None:
+    saved, other = make_policy("ema"), make_policy("ema")
+    saved.save(tmp_path / "early")
+    for policy in (saved, other):
+        train_one_step(policy, world)
+    assert all(torch.equal(v, weights(other)[k]) for k, v in weights(saved).items())
+
+
+def test_a_finished_policy_s_memory_is_given_back(
+    make_policy: Callable[..., Policy], world: World
+) -> None:
+    policy = make_policy("ema")
+    train_one_step(policy, world)
+    reference = weakref.ref(policy.trainable[0])
+    del policy
+    gc.collect()  # as the loop does at the end of a phase
+    assert reference() is None

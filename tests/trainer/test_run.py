@@ -55,9 +55,11 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 def start(models: list[Path]) -> Start:
     """Start a small OPCoD run; random models earn no reward, so plain feedback is the signal."""
 
-    def run(out: Path, *arguments: str, ranks: int = 1) -> subprocess.Popen[str]:
+    def run(
+        out: Path, *arguments: str, ranks: int = 1, script: str = "trainer/main.py"
+    ) -> subprocess.Popen[str]:
         torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-        command = [sys.executable, *(torchrun if ranks > 1 else []), "trainer/main.py"]
+        command = [sys.executable, *(torchrun if ranks > 1 else []), script]
         command += ["--algo", "opcod", "--out", str(out), "--baselines", "none"]
         for n, model in enumerate(models):
             command += [f"--students.{n}.model", str(model)]
@@ -66,8 +68,8 @@ def start(models: list[Path]) -> Start:
             "opcod.rounds": 1,
             "opcod.gate": "always",
             "opcod.feedback": "plain",
-            "data.test-problems-per-domain": 12,
-            "data.validation-problems-per-domain": 2,
+            "data.test-problems-per-domain": 13,
+            "data.validation-problems-per-domain": 3,
             "rollout.questions-per-step": 3,
             "rollout.samples-per-question": 2,
             "rollout.max-response-tokens": 8,
@@ -161,8 +163,8 @@ def test_a_killed_run_resumes_to_the_same_bits(
     start: Start, straight: Path, tmp_path: Path
 ) -> None:
     folder = tmp_path / "killed"
-    for n in (3, 5):  # once inside the first phase's end, once inside the second phase
-        process = start(folder, *(["--resume", "auto"] if n > 3 else []))
+    for n in (1, 3, 5):  # before the first checkpoint, at the end of a phase, inside the next
+        process = start(folder, *(["--resume", "auto"] if n > 1 else []))
         wait_for_steps(process, folder, n)
         process.send_signal(signal.SIGKILL)
         process.communicate()
@@ -192,3 +194,47 @@ def test_two_ranks_with_uneven_work_finish(start: Start, tmp_path: Path) -> None
     rollouts = (folder / "rollouts/step_000000.jsonl").read_text().splitlines()
     seen = [(r["problem"], r["sample"]) for r in map(json.loads, rollouts)]
     assert len(set(seen)) == 6
+    # 13 test problems of each domain on two ranks: every one once.
+    tested = [r for r in metrics(folder) if r["kind"] == "evaluation" and r["set"] == "test"]
+    assert {a["problems"] for r in tested for a in r["accuracy"].values()} == {13}
+
+
+FAILING = """
+import sys
+from cotutor.rollout.engine_transformers import TransformersEngine
+from cotutor.trainer.main import main
+import os
+
+generate = TransformersEngine.generate
+
+
+def failing(self, prompts, sampling, seeds):
+    if os.environ["RANK"] == "1" and sampling.temperature == 1.0:
+        raise RuntimeError("the engine broke")
+    return generate(self, prompts, sampling, seeds)
+
+
+TransformersEngine.generate = failing
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.distributed
+def test_a_rank_that_fails_ends_them_all(start: Start, tmp_path: Path) -> None:
+    script = tmp_path / "failing.py"
+    script.write_text(FAILING)
+    began = time.monotonic()
+    process = start(tmp_path / "run", "--steps", "1", ranks=2, script=str(script))
+    _, err = process.communicate(timeout=170)
+    assert process.returncode == 1
+    assert "error: rank 1: the engine broke" in err
+    assert time.monotonic() - began < 160  # start-up on a busy machine included
+
+
+def test_a_resumed_run_keeps_its_configuration(start: Start, straight: Path) -> None:
+    process = start(straight, "--resume", "auto", "--opcod.k", "7")
+    _, err = process.communicate(timeout=100)
+    assert process.returncode == 2
+    assert err.startswith("error: --resume: ")
+    assert "--opcod.k 100" in err or "--opcod.k 16" in err
+    assert err.count("\n") == 1

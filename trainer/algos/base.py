@@ -51,12 +51,12 @@ class StepContext:
     """What `annotate` may use besides the rollouts.
 
     `reprompt(problem, demonstration, feedback)` renders the teacher's prompt within its budget and
-    counts what it cut; `seed(*key)` is a 63-bit function of (run seed, step, key).
+    counts what it cut, None if nothing of either is left; `seed(*key)` is a 63-bit function of
+    (run seed, step, key).
     """
 
-    step: int
     tutors: Sequence[Tutor]
-    reprompt: Callable[[Any, str, str], list[int]]
+    reprompt: Callable[[Any, str, str], list[int] | None]
     seed: Callable[..., int]
 
 
@@ -132,6 +132,10 @@ class Algorithm(ABC):
     def gate(self, scores: Mapping[str, Mapping[str, float]]) -> dict[str, GateVerdict]:
         """Verdicts from {student: {domain: accuracy}}; asked only where `feedback` is True."""
         return {}
+
+    def may_speak(self, cognizant: bool) -> bool:
+        """Can a peer with this verdict be heard in a round? False: it needs no engine."""
+        return self.feedback and cognizant
 
     @abstractmethod
     def annotate(self, groups: Groups, context: StepContext) -> dict[str, float]:

@@ -52,6 +52,8 @@ class OPCoDConfig(SDPOConfig):
         require(self.tau >= 0, f"{option}.tau", "at least 0", self.tau)
 
 
+_TIE = 1e-9  # accuracies are ratios: a Δ of exactly τ may come out a rounding above it
+
 Scores = Mapping[str, Mapping[str, float]]  # student → domain → accuracy in [0, 1]
 
 
@@ -66,9 +68,9 @@ def gate_deltas(scores: Scores) -> dict[str, float]:
 
 
 def best_domains(scores: Scores, student: str) -> frozenset[str]:
-    """The domains on which nobody scores higher than `student`."""
+    """The domains on which `student` scores above 0 and nobody scores higher."""
     own = scores[student]
-    return frozenset(d for d in own if all(own[d] >= s[d] for s in scores.values()))
+    return frozenset(d for d in own if own[d] > 0 and all(own[d] >= s[d] for s in scores.values()))
 
 
 def assign_tutors(tutors: Sequence[Tutor], rollout: Trajectory, gate: str) -> list[Tutor]:
@@ -97,9 +99,14 @@ class OPCoD(SDPO):
     def gate(self, scores: Scores) -> dict[str, GateVerdict]:
         deltas = gate_deltas(scores)
         return {
-            name: GateVerdict(delta, delta <= self.config.tau, best_domains(scores, name))
+            name: GateVerdict(delta, delta <= self.config.tau + _TIE, best_domains(scores, name))
             for name, delta in deltas.items()
         }
+
+    def may_speak(self, cognizant: bool) -> bool:
+        if self.config.gate == "cognizance":
+            return cognizant
+        return self.config.gate != "never"
 
     def annotate(self, groups: Groups, context: StepContext) -> dict[str, float]:
         """Ask the tutors for feedback on every rollout, then SDPO's contexts."""

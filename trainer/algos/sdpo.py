@@ -27,6 +27,7 @@ from typing import Literal
 import torch
 
 from cotutor.kernels import importance_weights, linear_token_logprobs, linear_topk_jsd
+from cotutor.rollout.prompts import strip_thinking
 from cotutor.rollout.trajectory import Trajectory
 from cotutor.trainer.algos.base import (
     Algorithm,
@@ -79,10 +80,12 @@ class SDPOConfig:
 
 
 def demonstration_for(group: Sequence[Trajectory], sample: int, exclude_self: bool) -> str:
-    """The text of the earliest rollout, in generation order, that the verifier accepts; or ""."""
+    """The earliest accepted rollout's text, in generation order, thinking removed; or ""."""
     for other in group:
         if other.reward == 1 and not (exclude_self and other.sample == sample):
-            return other.text
+            text = strip_thinking(other.text)
+            if text:
+                return text
     return ""
 
 
@@ -109,12 +112,12 @@ class SDPO(Algorithm):
                 feedback = rollout.feedback.text if rollout.feedback else ""
                 counts["with_demonstration"] += bool(demonstration)
                 counts["with_feedback"] += bool(feedback)
-                if not demonstration and not feedback and self.config.mask_without_context:
+                prompt = context.reprompt(rollout.problem, demonstration, feedback)
+                if prompt is None:
                     counts["without_context"] += 1
-                    continue
-                rollout.teacher_prompt_ids = context.reprompt(
-                    rollout.problem, demonstration, feedback
-                )
+                    if not self.config.mask_without_context:
+                        prompt = rollout.ids[: rollout.turns[0].stop]
+                rollout.teacher_prompt_ids = prompt
         return dict(counts)
 
     def row_weights(self, trajectory: Trajectory) -> float:
