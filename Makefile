@@ -8,15 +8,19 @@ NPROC ?= 1
 ARGS ?=
 # Bytecode is left to the first import: compiling every file would take longer than the run's own.
 INSTALL = .venv/bin/python -m pip install --disable-pip-version-check --no-compile --prefer-binary
+# One rank needs no launcher. With several, torchrun kills what hasn't ended 30 s after a signal unless
+# told otherwise: a step and a checkpoint may take longer.
+RUN = $(if $(filter 1,$(NPROC)),.venv/bin/python,\
+  TORCH_ELASTIC_SHUTDOWN_TIMEOUT=3600 .venv/bin/torchrun --nproc-per-node $(NPROC))
 PACKAGES = kernels rollout trainer
 
 .PHONY: opcod test lint bench setup clean
 
 opcod: .venv/installed-run
-	.venv/bin/torchrun --nproc-per-node $(NPROC) trainer/main.py --algo opcod $(ARGS)
+	$(RUN) trainer/main.py --algo opcod $(ARGS)
 
 test: .venv/installed-test lint
-	.venv/bin/pytest $(ARGS)
+	.venv/bin/pytest -n 2 -p no:benchmark $(ARGS)
 
 # A type checker doesn't follow the editable install's import hook, hence the folder of links.
 lint: .venv/installed-test
