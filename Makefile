@@ -14,7 +14,7 @@ RUN = $(if $(filter 1,$(NPROC)),.venv/bin/python,\
   TORCH_ELASTIC_SHUTDOWN_TIMEOUT=3600 .venv/bin/torchrun --nproc-per-node $(NPROC))
 PACKAGES = kernels rollout trainer
 
-.PHONY: opcod test lint bench setup clean
+.PHONY: opcod specialists test lint bench setup clean
 
 opcod: .venv/installed-run
 	$(RUN) trainer/main.py --algo opcod $(ARGS)
@@ -30,6 +30,14 @@ lint: .venv/installed-test
 	for package in $(PACKAGES); do ln -sfn "../../$$package" ".typecheck/cotutor/$$package"; done
 	MYPYPATH=.typecheck .venv/bin/mypy --namespace-packages --explicit-package-bases \
 	  $(addprefix -p cotutor.,$(PACKAGES))
+
+# Remakes the models in configs/tiny/: about half an hour on two cores.
+specialists: .venv/installed-run
+	$(RUN) trainer/main.py --algo sft --config configs/tiny-base.toml --out runs/tiny-base
+	$(RUN) trainer/main.py --algo sft --config configs/tiny-sft.toml --out runs/tiny-sft
+	for s in s1 s2; do \
+	  .venv/bin/python -m cotutor.rollout.models runs/tiny-sft/models/$$s/round_1 configs/tiny/$$s; \
+	done
 
 bench: .venv/installed-test
 	.venv/bin/pytest bench/ --benchmark-only $(ARGS)

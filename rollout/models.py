@@ -1,8 +1,12 @@
-"""Loads Hugging Face models and tokenizers from folders, or GGUF files that a package carries."""
+"""Loads Hugging Face models and tokenizers from folders, or GGUF files that a package carries.
+
+`python -m cotutor.rollout.models SOURCE TARGET` copies a model folder in bfloat16.
+"""
 
 from __future__ import annotations
 
 import importlib.util
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -109,3 +113,14 @@ def _assert_tied(model: PreTrainedModel, name: str) -> None:
 
 def _line(error: Exception) -> str:
     return " ".join(str(error).split())[:200] or type(error).__name__
+
+
+def shrink(source: str, target: str) -> None:
+    """Copy a model folder with its weights rounded to bfloat16, tokenizer included."""
+    model = load_model(source, dtype=torch.bfloat16)
+    model.save_pretrained(target)
+    load_tokenizer(source).save_pretrained(target)
+
+
+if __name__ == "__main__":
+    shrink(*sys.argv[1:])
