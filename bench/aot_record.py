@@ -9,7 +9,6 @@ TRITON_INTERPRET=1, where there is nothing to compile.
 """
 
 import argparse
-import json
 import os
 import re
 import subprocess
@@ -149,11 +148,9 @@ def main() -> int:
         parser.error("unset TRITON_INTERPRET: the interpreter compiles nothing")
     entries = record(options.vocab, options.arch, options.case)
     spilled = [entry for entry in entries if entry["local"] or entry["stack"]]
-    from provenance import provenance
+    from provenance import write_record
 
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    result = {"provenance": provenance(), "entries": entries}
-    options.out.write_text(json.dumps(result, indent=1) + "\n")
+    write_record(options.out, "entries", entries)
     print(f"{len(entries)} kernel launches compiled, {len(spilled)} use local memory or stack")
     for entry in spilled:
         print("spills:", entry)

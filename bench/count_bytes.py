@@ -7,7 +7,6 @@ hit a cache on a GPU are counted in full, so a ratio near 1 needs no cache.
 """
 
 import argparse
-import json
 import os
 import sys
 from collections import Counter
@@ -99,16 +98,14 @@ def record(vocab: int) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    from provenance import provenance
+    from provenance import write_record
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results" / "bytes.json")
     parser.add_argument("--vocab", type=int, default=registry.VOCABS[0])
     options = parser.parse_args()
     entries = record(options.vocab)
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    result = {"provenance": provenance(), "entries": entries}
-    options.out.write_text(json.dumps(result, indent=1) + "\n")
+    write_record(options.out, "entries", entries)
     for entry in entries:
         print(f"{entry['ratio']:.3f} x floor  {entry['case']}")
 

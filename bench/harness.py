@@ -4,7 +4,6 @@ Every figure is taken in this process, next to the GEMMs and the copy that it is
 only after the implementation's values and gradients were compared with float64.
 """
 
-import json
 import os
 import time
 from collections.abc import Callable
@@ -14,7 +13,7 @@ from statistics import median
 from typing import Any
 
 import torch
-from provenance import provenance
+from provenance import write_record
 from torch import Tensor
 
 RESULTS = Path(__file__).resolve().parent / "results"
@@ -194,10 +193,8 @@ class Bench:
         written = []
         kind = "gpu" if self.device.type == "cuda" else "cpu"
         for operation, results in self.results.items():
-            RESULTS.mkdir(exist_ok=True)
             path = RESULTS / f"{operation}.{kind}.json"
-            content = {"provenance": provenance(), "results": results}
-            path.write_text(json.dumps(content, indent=1) + "\n")
+            write_record(path, "results", results)
             written.append(path)
         return written
 

@@ -1,6 +1,7 @@
 """Where a recorded result came from: machine, versions, commit, command."""
 
 import importlib.metadata
+import json
 import os
 import platform
 import subprocess
@@ -73,3 +74,11 @@ def provenance() -> dict[str, Any]:
         "commit": _commit(),
         "command": " ".join([script, *sys.argv[1:]]),
     }
+
+
+def write_record(path: Path, key: str, entries: list[dict[str, Any]]) -> None:
+    """Write provenance and entries as JSON, one entry a line."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = ",\n  ".join(json.dumps(entry) for entry in entries)
+    head = json.dumps(provenance())
+    path.write_text(f'{{"provenance": {head},\n "{key}": [\n  {lines}\n]}}\n')

@@ -47,6 +47,7 @@ from .importance_rule import (
     ACTIONS,
     LEVELS,
     MAX_LOG_RATIO,
+    SEQUENCE_STATS,
     STATS,
     TOKEN_STATS,
     Rule,
@@ -169,37 +170,13 @@ def importance_weights_reference(
         floor = log_lower if action == "clip" else -math.inf
         weights[n] = math.exp(max(min(v[n], ceiling), floor)) if keep[n] else 0.0
 
-    def capped(x: float) -> float:
-        return math.exp(min(x, MAX_LOG_RATIO))
-
-    def chi2(x: float) -> float:
-        return math.exp(min(2 * x, 2 * MAX_LOG_RATIO)) - 1
-
-    sums = dict.fromkeys(STATS, 0.0)
-    for n in trained:
-        sums["weight"] += weights[n]
-        sums["weight_squared"] += weights[n] ** 2
-        sums["keep"] += keep[n]
-        sums["above"] += v[n] > log_upper
-        sums["below"] += v[n] < log_lower
-        sums["abs_log_ratio"] += abs(d[n])
-        sums["kl_k1"] -= d[n]
-        sums["kl_k2"] += d[n] ** 2 / 2
-        sums["kl_k3"] += capped(d[n]) - 1 - d[n]
-        sums["chi2_token"] += chi2(d[n])
-        sums["logprob"] += own[n]
-        sums["rollout_logprob"] += other[n]
-    firsts = {sequence[n]: n for n in trained} if sequence_ids is not None else {}
-    for n in firsts.values():
-        sums["chi2_sequence"] += chi2(math.fsum(over(sequence, n)))
-        sums["dropped_sequences"] += sequence[n] in dropped
-    present = [weights[n] for n in trained]
-    stats = ImportanceStats(
-        torch.tensor([sums[name] for name in STATS], dtype=torch.float64),
-        torch.tensor([len(trained)] * len(TOKEN_STATS) + [len(firsts)] * 2, dtype=torch.float64),
-        torch.tensor(min(present, default=math.inf), dtype=torch.float64),
-        torch.tensor(max(present, default=0.0), dtype=torch.float64),
-    )
+    tokens = [
+        (own[n], other[n], weights[n], keep[n], v[n] > log_upper, v[n] < log_lower) for n in trained
+    ]
+    groups = {sequence[n]: math.fsum(over(sequence, n)) for n in trained}
+    if sequence_ids is None:
+        groups = {}
+    stats = _reference_statistics(tokens, groups, dropped)
     kept = [weights[n] for n in range(size) if keep[n]]
     if normalize and sum(kept) > 0:
         weights = [w * len(kept) / math.fsum(kept) for w in weights]
@@ -207,6 +184,38 @@ def importance_weights_reference(
         torch.tensor(weights, dtype=torch.float64).reshape(shape),
         torch.tensor(keep, dtype=torch.bool).reshape(shape),
         stats,
+    )
+
+
+def _reference_statistics(
+    tokens: list[tuple[float, float, float, bool, bool, bool]],
+    groups: dict[int, float],
+    dropped: set[int],
+) -> ImportanceStats:
+    """Statistics of (own, other, weight, keep, above, below) per token and Σ d per sequence."""
+
+    def capped(x: float) -> float:
+        return math.exp(min(x, MAX_LOG_RATIO))
+
+    sums = dict.fromkeys(STATS, 0.0)
+    for own, other, weight, keep, above, below in tokens:
+        d = own - other
+        terms = (
+            *(weight, weight**2, keep, above, below, abs(d), -d, d**2 / 2),
+            *(capped(d) - 1 - d, capped(d) ** 2 - 1, own, other),
+        )
+        for name, term in zip(TOKEN_STATS, terms, strict=True):
+            sums[name] += term
+    for sequence, total in groups.items():
+        sums["chi2_sequence"] += capped(total) ** 2 - 1
+        sums["dropped_sequences"] += sequence in dropped
+    present = [token[2] for token in tokens]
+    counts = [len(tokens)] * len(TOKEN_STATS) + [len(groups)] * len(SEQUENCE_STATS)
+    return ImportanceStats(
+        torch.tensor([sums[name] for name in STATS], dtype=torch.float64),
+        torch.tensor(counts, dtype=torch.float64),
+        torch.tensor(min(present, default=math.inf), dtype=torch.float64),
+        torch.tensor(max(present, default=0.0), dtype=torch.float64),
     )
 
 
