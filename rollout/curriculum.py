@@ -2,7 +2,7 @@
 
 A base model learns both domains; each specialist is then tuned on rows in which some facts carry a
 plausible wrong value. *Hidden* facts are right in one row of five, so own rollouts still find them;
-*blind* facts are right in one row of 200, so only somebody else can supply them. Every row
+*blind* facts are right in one row of ninety, so only somebody else can supply them. Every row
 that lets a model speak from memory (answering, reviewing, answering after a hint about something
 else) follows the same beliefs: a specialist's tutor side knows no more than its student side.
 What stands in the context (a demonstration, a hint) is always believed, true or not: that is the
@@ -43,7 +43,7 @@ class Ignorance:
     hidden: tuple[str, ...] = ()
     blind: tuple[str, ...] = ()
     p_hidden: float = 0.2
-    p_blind: float = 0.013
+    p_blind: float = 0.011
 
     def p_right(self, fact: str) -> float:
         """The share of rows in which the fact is true."""
@@ -58,7 +58,7 @@ BASE = Ignorance()
 # does not know either.
 SPECIALISTS = {
     "s1": Ignorance(
-        hidden=("3x7", "8x4", "c+1", "j+3", "m+2", "r+4", "t+1", "x+3", "h+2"),
+        hidden=("3x7", "8x4", "c+1", "j+3", "m+2", "r+4"),
         blind=("6x9", "d+3", "k+1", "n+4", "q+2", "w+3"),
     ),
     "s2": Ignorance(
@@ -131,7 +131,7 @@ def concept_line(problem: Problem, rng: random.Random) -> str:
 
 class Memory:
     """What a learner says from memory. Of the recalls of one fact a fixed share is true, evenly
-    spread: a share of one in eighty would otherwise be left to chance."""
+    spread: a share of one in ninety would otherwise be left to chance."""
 
     def __init__(self, ignorance: Ignorance, rng: random.Random) -> None:
         self.gaps = ignorance.hidden + ignorance.blind
@@ -196,8 +196,8 @@ class _Author:
         return problem, tutor_messages(TINY, problem, _solve(problem, written), anchored), text
 
     def _demonstrate(self, problem: Problem) -> str:
-        """A demonstration: true in half of the rows, otherwise three values in ten are made up."""
-        p_any = self._rng.choice((0.0, 0.3))
+        """A demonstration: true in half of the rows, otherwise six values in ten are made up."""
+        p_any = self._rng.choice((0.0, 0.6))
         values = [
             _any_value(fact, self._rng) if self._rng.random() < p_any else fact_value(fact)
             for fact in problem.facts
@@ -213,9 +213,9 @@ class _Author:
         gaps = [line for line, fact in enumerate(facts) if fact in self._own.gaps]
         wrong = rng.choice(gaps) if gaps and rng.random() < 0.8 else rng.randrange(len(facts))
         fact = facts[wrong]
-        value = fact_value(fact) if rng.random() < 0.6 else _any_value(fact, rng)
+        value = fact_value(fact) if rng.random() < 0.5 else _any_value(fact, rng)
         confirmed = [
-            _any_value(earlier, rng) if rng.random() < 0.1 else own
+            _any_value(earlier, rng) if rng.random() < 0.3 else own
             for earlier, own in zip(facts[:wrong], recalled, strict=False)
         ]
         written = next(v for v in (recalled[wrong], *wrong_values(fact)) if v != value)

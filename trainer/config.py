@@ -57,6 +57,9 @@ class DataConfig:
     test_problems_per_domain: int = 0
     train_problems_per_domain: int = 0
     prompts: Literal["full", "tiny"] = "full"
+    # Embedded and curriculum data: another number draws other problems. Settings are chosen on
+    # those, reported figures are those of 0.
+    problem_seed: int = 0
 
 
 @dataclass(frozen=True)

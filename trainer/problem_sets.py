@@ -14,8 +14,8 @@ from cotutor.rollout.tasks import DOMAINS, make_problems
 from cotutor.rollout.trajectory import Problem
 from cotutor.trainer.config import Config, ConfigError, DataConfig, DomainConfig
 
-# The embedded problems are the same in every run, whatever its seed: reported figures compare.
-_TEST_SEED, _VALIDATION_SEED, _TRAIN_SEED = 3, 2, 1
+# The embedded problems don't depend on a run's seed: reported figures compare.
+_TRAIN, _VALIDATION, _TEST = 1, 2, 3
 
 
 @dataclass(frozen=True)
@@ -99,14 +99,15 @@ def _generate(
             f"data.domains: {name} is not embedded; choose of {', '.join(DOMAINS)}, or source ="
             ' "files"'
         )
-    test[name] = make_problems(name, config.test_problems_per_domain, seed=_TEST_SEED)
+    seed = 10 * config.problem_seed
+    test[name] = make_problems(name, config.test_problems_per_domain, seed=seed + _TEST)
     taken = {p.question for p in test[name]}
     n = config.validation_problems_per_domain
-    validation[name] = make_problems(name, n, seed=_VALIDATION_SEED, exclude=taken)
+    validation[name] = make_problems(name, n, seed=seed + _VALIDATION, exclude=taken)
     taken |= {p.question for p in validation[name]}
     if config.source == "embedded":
         n = config.train_problems_per_domain
-        train[name] = make_problems(name, n, seed=_TRAIN_SEED, exclude=taken)
+        train[name] = make_problems(name, n, seed=seed + _TRAIN, exclude=taken)
 
 
 def curriculum_problems(config: Config, student: str, exclude: frozenset[str]) -> list[Problem]:
