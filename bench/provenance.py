@@ -34,9 +34,9 @@ def _commit() -> str:
 
     try:
         commit = git("rev-parse", "--short=12", "HEAD")
-        return (commit or "unknown") + (
-            "+" if commit and git("diff", "--name-only", "HEAD") else ""
-        )
+        measured = ("kernels", "bench", ":!bench/results")
+        changed = commit and git("diff", "--name-only", "HEAD", "--", *measured)
+        return (commit or "unknown") + ("+" if changed else "")
     except FileNotFoundError:
         return "unknown"
 
