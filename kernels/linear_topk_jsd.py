@@ -333,14 +333,16 @@ def _fake_scaled(upstream, gradient, dtype):
 
 
 def _save_for_backward(ctx, inputs, output) -> None:
+    ctx.set_materialize_grads(False)  # or the unused dW output gets a gradient of zeros
     ctx.save_for_backward(*output[4:])
     ctx.dtypes = (inputs[0].dtype, inputs[1].dtype)
 
 
-def _backward(ctx, upstream: Tensor, *unused: Tensor):
-    """Saved: dH and dW, in the dtypes of hidden and weight."""
+def _backward(ctx, upstream: Tensor | None, *unused: Tensor):
+    """Saved: dH and dW, in the dtypes of hidden and weight (float32 for float16)."""
+    some = upstream is not None
     grads = [
-        torch.ops.cotutor.scale_gradient(upstream, saved, dtype) if needed else None
+        torch.ops.cotutor.scale_gradient(upstream, saved, dtype) if some and needed else None
         for saved, dtype, needed in zip(
             ctx.saved_tensors, ctx.dtypes, ctx.needs_input_grad[:2], strict=True
         )

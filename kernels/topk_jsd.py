@@ -316,14 +316,17 @@ def _gradient_like(upstream: Tensor, student: Tensor, *others: object) -> Tensor
 def _save_for_backward(ctx, inputs, output) -> None:
     student, _, _, taus, _, tau, _, _, _, tail, backend = inputs
     _, ids, at_ids, outside, anchor = output
+    ctx.set_materialize_grads(False)
     ctx.save_for_backward(student, ids, at_ids, outside, anchor, taus)
     ctx.settings = (tau, tail, backend)
 
 
-def _backward(ctx, upstream: Tensor, *unused: Tensor):
+def _backward(ctx, upstream: Tensor | None, *unused: Tensor):
     """The saved tensors take 12 bytes per row and id; the logits are the caller's own."""
     student, ids, at_ids, outside, anchor, taus = ctx.saved_tensors
     tau, tail, backend = ctx.settings
+    if upstream is None:
+        return (None,) * 11
     grad = torch.ops.cotutor.topk_jsd_backward(
         upstream, student, ids, at_ids, outside, anchor, taus, tau, tail, backend
     )
