@@ -103,7 +103,7 @@ def _domain_of(fact: str) -> str:
 
 def review(facts: tuple[str, ...], written: list[str], believed: list[str]) -> str:
     """The reviewer's own line beside each of the peer's, up to the first that differs."""
-    lines = []
+    lines: list[str] = []
     for fact, value, own in zip(facts, written, believed, strict=True):
         if value != own:
             return "\n".join([*lines, f"{fact}={own} yours:{value} wrong"])

@@ -23,7 +23,7 @@ class ModelError(ValueError):
     """A model that can't be used: one sentence that names the folder or option and the way out."""
 
 
-def _locate(model: str) -> tuple[str, dict[str, Any]]:
+def locate(model: str) -> tuple[str, dict[str, Any]]:
     """Folder and keyword arguments of `from_pretrained`."""
     if model.startswith(_PACKAGE):
         name = model.removeprefix(_PACKAGE)
@@ -54,7 +54,7 @@ def load_tokenizer(model: str, chat_template: str = "") -> Any:
 
     Raises ModelError if the folder has no tokenizer or the template file can't be read.
     """
-    folder, kwargs = _locate(model)
+    folder, kwargs = locate(model)
     has_files = "gguf_file" in kwargs or any(
         (Path(folder) / name).is_file()
         for name in ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")
@@ -83,7 +83,7 @@ def load_model(model: str, *, dtype: torch.dtype, random_init_seed: int | None =
     `random_init_seed` takes only the configuration and draws weights from that seed.
     Raises ModelError if the folder can't be loaded.
     """
-    folder, kwargs = _locate(model)
+    folder, kwargs = locate(model)
     if random_init_seed is not None:
         config = AutoConfig.from_pretrained(folder, **kwargs)
         with torch.random.fork_rng(devices=[]):

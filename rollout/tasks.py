@@ -55,7 +55,7 @@ def fact_value(fact: str) -> str:
         ValueError: `fact` is not the name of a fact.
     """
     if len(fact) == 3 and fact[2].isdigit():
-        symbol, op, amount = fact
+        symbol, op, amount = (fact[0], fact[1], fact[2])
         if op == "x" and symbol.isdigit():
             return str(int(symbol) * int(amount))
         if op == "+" and symbol in RUNES:
@@ -65,7 +65,7 @@ def fact_value(fact: str) -> str:
 
 def wrong_values(fact: str) -> tuple[str, str]:
     """The two slips that a learner plausibly makes: one symbol too early, one too late."""
-    symbol, op, amount = fact
+    symbol, op, amount = (fact[0], fact[1], fact[2])
     if op == "x":
         return str((int(symbol) - 1) * int(amount)), str((int(symbol) + 1) * int(amount))
     index = RUNES.index(fact_value(fact))

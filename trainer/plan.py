@@ -22,7 +22,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from cotutor.kernels.common import choose_chunk_rows
-from cotutor.rollout.models import ModelError, _locate
+from cotutor.rollout.models import ModelError, locate
 from cotutor.trainer.algos.base import Algorithm
 from cotutor.trainer.config import Config, ConfigError
 from cotutor.trainer.policy import compute_dtype
@@ -66,7 +66,7 @@ class Component(NamedTuple):
 
 def model_sizes(model: str, lora_rank: int = 0) -> ModelSizes:
     """Count an architecture from its config.json alone. Raises ModelError that names the folder."""
-    folder, kwargs = _locate(model)
+    folder, kwargs = locate(model)
     try:
         config = AutoConfig.from_pretrained(folder, **kwargs)
         with torch.device("meta"):
