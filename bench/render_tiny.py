@@ -71,7 +71,8 @@ def section(runs: list[dict[str, Any]]) -> str:
         f" {verdicts}. {entry['problems']} held-out problems per domain, standard errors over"
         " problems; *blind*: those that need a fact which this student has almost never right and"
         " its peer knows. All methods take the same number of steps from the same start."
-        f" OPCoD's part of a run: {minutes:.1f} min on {e.get('cpu', 'a CPU')}, two cores, {where}."
+        f" OPCoD's part of a run: {minutes:.1f} min on {e.get('cpu', 'a CPU')},"
+        f" {e.get('torch_threads')} thread, {where}."
         " Records: `bench/results/tiny_seed*.json`."
     )
 
