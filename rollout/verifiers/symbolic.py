@@ -48,7 +48,9 @@ def within(seconds: float) -> Iterator[None]:
         raise OutOfBudget
 
     previous = signal.signal(signal.SIGALRM, stop)
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+    # Again and again: where Python runs a callback (a garbage collector's, say), an exception is
+    # printed and lost, and without a second one the budget would be too.
+    signal.setitimer(signal.ITIMER_REAL, seconds, 0.5)
     try:
         yield
     finally:

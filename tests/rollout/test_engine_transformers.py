@@ -117,7 +117,9 @@ def test_seeds_decide() -> None:
     model, prompt = qwen3(), [1, 2, 3]
     run = engine(model)
     first = run.generate([prompt] * 3, Sampling(max_tokens=20), [7, 8, 7])
-    assert first[0] == first[2]
+    # Rows of one batch may round differently; what is drawn is a function of the seed.
+    assert first[0].ids == first[2].ids
+    assert first[0].logprobs == pytest.approx(first[2].logprobs, abs=1e-5)
     assert first[0].ids != first[1].ids
     assert run.generate([prompt], Sampling(max_tokens=20), [2**64 - 1])[0].ids != first[0].ids
 

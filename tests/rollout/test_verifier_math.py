@@ -116,6 +116,8 @@ HOSTILE = [
 ]
 
 
+# hypothesis watches the garbage collector, and a budget that ends just there is reported by Python.
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 @pytest.mark.parametrize("answer", HOSTILE, ids=lambda a: a[:20])
 @pytest.mark.parametrize("kind", ["math", "expression", "numeric"])
 def test_hostile_answers_are_never_right(kind: str, answer: str) -> None:

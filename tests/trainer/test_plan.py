@@ -96,7 +96,7 @@ def test_lora_parameters_are_those_that_the_policy_adds(tmp_path: Path) -> None:
     config.architectures = ["LlamaForCausalLM"]
     config.save_pretrained(tmp_path)
     model = LlamaForCausalLM(config)
-    _add_lora(model, PolicyConfig(lora_rank=8))
+    _add_lora(model, PolicyConfig(lora_rank=8), seed=0)
     added = sum(p.numel() for p in model.parameters() if p.requires_grad)
     assert model_sizes(str(tmp_path), lora_rank=8).lora == added
 
