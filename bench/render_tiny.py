@@ -35,7 +35,7 @@ def students(summary: dict[str, Any], algo: str) -> dict[str, Any]:
 
 
 def cell(runs: list[dict[str, Any]], algo: str, student: str, domain: str, key: str) -> str:
-    """Mean over runs in per cent, ± the standard error of that mean over problems and runs."""
+    """Mean over runs in per cent, ± its standard error over problems (not over seeds)."""
     entries = [students(run, algo)[student][domain] for run in runs]
     values = [100 * e[key] for e in entries]
     errors = [100 * e[f"{key}_stderr"] for e in entries]

@@ -19,7 +19,7 @@ from cotutor.rollout.prompts import strip_thinking
 from cotutor.rollout.trajectory import Problem, Trajectory
 from cotutor.rollout.verifiers import VerifierPool
 from cotutor.trainer.algos.base import Algorithm
-from cotutor.trainer.collect import ask_tutor, judge, sample_groups
+from cotutor.trainer.collect import answer, ask_tutor, judge, sample_groups
 from cotutor.trainer.config import Config, ConfigError
 from cotutor.trainer.evaluation import evaluate
 from cotutor.trainer.peers import open_gate
@@ -128,13 +128,7 @@ def _after_feedback(
         ids, _ = fit_reprompt(tutee.chat, tutee.prompts, rollout.problem, "", text, limit)
         second.append(Trajectory.start(rollout.problem, rollout.sample, ids))
     asked = [r for r in second if r is not None]
-    completions = engines[tutee.name].generate(
-        [r.ids for r in asked], sampling, [seed("again", r) for r in asked]
-    )
-    for rollout, completion in zip(asked, completions, strict=True):
-        rollout.append("student", completion.ids, completion.logprobs)
-        rollout.finish_reason = completion.finish_reason
-        rollout.text = tutee.chat.decode(completion.ids)
+    answer(engines[tutee.name], tutee, asked, sampling, [seed("again", r) for r in asked])
     judge([asked], pool)
     return second
 

@@ -75,16 +75,24 @@ def sample_groups(
         for problem, start in zip(problems, starts, strict=True)
     ]
     rollouts = [rollout for group in groups for rollout in group]
-    completions = engine.generate(
-        [rollout.ids for rollout in rollouts],
-        sampling,
-        [request_seed(*seed_parts, r.problem.key, r.sample) for r in rollouts],
-    )
+    seeds = [request_seed(*seed_parts, r.problem.key, r.sample) for r in rollouts]
+    answer(engine, student, rollouts, sampling, seeds)
+    return groups
+
+
+def answer(
+    engine: Engine,
+    student: Student,
+    rollouts: Sequence[Trajectory],
+    sampling: Sampling,
+    seeds: Sequence[int],
+) -> None:
+    """Sample the student's next turn onto each rollout, in place."""
+    completions = engine.generate([rollout.ids for rollout in rollouts], sampling, seeds)
     for rollout, completion in zip(rollouts, completions, strict=True):
         rollout.append("student", completion.ids, completion.logprobs)
         rollout.finish_reason = completion.finish_reason
         rollout.text = student.chat.decode(completion.ids)
-    return groups
 
 
 def judge(groups: Sequence[Sequence[Trajectory]], pool: VerifierPool) -> None:

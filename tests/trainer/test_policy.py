@@ -112,11 +112,23 @@ def test_a_non_finite_gradient_skips_weights_and_teacher(
     assert all(p.grad is None for p in policy.trainable)
 
 
-def test_the_gradient_norm_is_clipped(make_policy: Callable[..., Policy], world: World) -> None:
+def test_the_optimizer_sees_clipped_gradients(
+    make_policy: Callable[..., Policy], world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
     policy = make_policy("ema")
     policy.max_grad_norm = 1e-4
+    seen = []
+    step = policy.optimizer.step
+
+    def watched() -> None:
+        grads = [p.grad.full_tensor() for p in policy.trainable]  # type: ignore[union-attr]
+        seen.append(sum(float(g.double().pow(2).sum()) for g in grads) ** 0.5)
+        step()
+
+    monkeypatch.setattr(policy.optimizer, "step", watched)
     norm = train_one_step(policy, world)
-    assert norm > 1e-4
+    assert norm > 1e-4  # reported before clipping
+    assert seen == pytest.approx([1e-4], rel=1e-2)
 
 
 @pytest.mark.parametrize("tied", [False, True])
