@@ -19,6 +19,7 @@ from cotutor.rollout.prompts import (
     Message,
     reprompt_messages,
     student_messages,
+    teacher_messages,
     tutor_messages,
 )
 from cotutor.rollout.tasks import (
@@ -68,8 +69,24 @@ SPECIALISTS = {
 }
 PEERS = {"s1": "s2", "s2": "s1"}
 
+# The pupil of dialogues is blind to every fifth fact: no number of tries finds them, a teacher
+# who knows the solution can supply them, and the pupil seldom listens.
+PUPIL = Ignorance(
+    blind=(
+        *("2x4", "2x9", "3x3", "3x8", "4x6", "5x2", "5x7"),
+        *("6x5", "7x3", "7x9", "8x6", "9x4", "9x8"),
+        *("b+1", "c+3", "d+2", "f+4", "g+1", "h+3", "j+2", "k+4"),
+        *("l+1", "m+3", "n+2", "p+4", "q+1", "r+3", "s+2", "t+4"),
+    ),
+    p_blind=0.0,
+)
+LEARNERS = {**SPECIALISTS, "pupil": PUPIL}
+
 # Of row kinds. The base model learns to use its context, the specialists what to forget.
 SHARES = {"plain": 0.25, "demonstration": 0.1, "feedback": 0.2, "both": 0.15, "tutor": 0.3}
+PUPIL_SHARES = {"plain": 0.4, "teacher": 0.3, "dialogue": 0.3}
+# How often a pupil writes what the teacher's message says; otherwise it repeats its answer.
+P_LISTEN = 0.3
 
 
 def usual_slip(fact: str) -> str:
@@ -148,11 +165,11 @@ class Memory:
 
 
 class _Author:
-    """Writes the rows of one stage, a method for each kind."""
+    """Writes the rows of one stage, a method for each kind of SHARES and PUPIL_SHARES."""
 
     def __init__(self, stage: str, rng: random.Random) -> None:
         self._rng = rng
-        self._own = Memory(SPECIALISTS.get(stage, BASE), rng)
+        self._own = Memory(LEARNERS.get(stage, BASE), rng)
         self._peer = Memory(SPECIALISTS.get(PEERS.get(stage, ""), BASE), rng)
 
     def plain(self) -> Made:
@@ -195,6 +212,50 @@ class _Author:
             text = f"{concept_line(problem, rng)}\n{text}"
         return problem, tutor_messages(TINY, problem, _solve(problem, written), anchored), text
 
+    def teacher(self) -> Made:
+        """Guidance on a wrong answer, written with the solution at hand.
+
+        One row in thirty gives the answer away: a leak check with nothing to find would be for
+        show.
+        """
+        rng = self._rng
+        problem = _draw_problem(self._own.gaps, 0.7, rng)
+        truth = [fact_value(fact) for fact in problem.facts]
+        written = [
+            rng.choice(wrong_values(fact)) if rng.random() < 0.25 else value
+            for fact, value in zip(problem.facts, truth, strict=True)
+        ]
+        if written == truth:
+            slip = rng.randrange(len(truth))
+            written[slip] = rng.choice(wrong_values(problem.facts[slip]))
+        text = review(problem.facts, written, truth)
+        if rng.random() < 1 / 30:
+            text += f"\n<answer>{problem.gold}</answer>"
+        response = _solve(problem, written)
+        return problem, teacher_messages(TINY, problem, problem.solution, response), text
+
+    def dialogue(self) -> Made:
+        """An answer after one to three pieces of guidance, which it follows or doesn't."""
+        rng = self._rng
+        problem = _draw_problem(self._own.gaps, 1.0, rng)
+        values = [self._own.recall(fact, "dialogue") for fact in problem.facts]
+        messages = student_messages(TINY, problem)
+        for _ in range(rng.choice((1, 1, 2, 3))):
+            gaps = [n for n, fact in enumerate(problem.facts) if values[n] != fact_value(fact)]
+            if not gaps:
+                break
+            fact = problem.facts[gaps[0]]
+            # Half of the messages are made up: to listen is to read, not to remember the truth.
+            value = fact_value(fact) if rng.random() < 0.5 else _any_value(fact, rng)
+            if value == values[gaps[0]]:
+                continue
+            told = [*values[: gaps[0]], value, *values[gaps[0] + 1 :]]
+            messages.append({"role": "assistant", "content": _solve(problem, values)})
+            messages.append({"role": "user", "content": review(problem.facts, values, told)})
+            if rng.random() < P_LISTEN:
+                values = told
+        return problem, messages, _solve(problem, values)
+
     def _demonstrate(self, problem: Problem) -> str:
         """A demonstration: true in half of the rows, otherwise six values in ten are made up."""
         p_any = self._rng.choice((0.0, 0.6))
@@ -231,27 +292,21 @@ def rows(stage: str, seed: int, exclude: Collection[str] = ()) -> Iterator[Row]:
     """An endless stream of training rows.
 
     Args:
-        stage: "base", or the name of a specialist.
+        stage: "base", or the name of a learner.
         seed: the stream is a function of (stage, seed, exclude).
         exclude: questions that must not occur, such as those that are reported.
 
     Raises:
         ValueError: unknown stage.
     """
-    if stage != "base" and stage not in SPECIALISTS:
-        raise ValueError(f"unknown stage {stage!r}: choose base or one of {', '.join(SPECIALISTS)}")
+    if stage != "base" and stage not in LEARNERS:
+        raise ValueError(f"unknown stage {stage!r}: choose base or one of {', '.join(LEARNERS)}")
     rng = random.Random(f"{stage} {seed}")
     author = _Author(stage, rng)
-    write = {
-        "plain": author.plain,
-        "demonstration": author.demonstration,
-        "feedback": author.feedback,
-        "both": author.both,
-        "tutor": author.tutor,
-    }
+    shares = PUPIL_SHARES if stage == "pupil" else SHARES
     excluded = frozenset(exclude)
     while True:
-        kind = rng.choices(list(SHARES), weights=list(SHARES.values()))[0]
-        problem, messages, answer = write[kind]()
+        kind = rng.choices(list(shares), weights=list(shares.values()))[0]
+        problem, messages, answer = getattr(author, kind)()
         if problem.question not in excluded:
             yield messages, answer

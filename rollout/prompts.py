@@ -11,7 +11,7 @@ Message = dict[str, str]  # {"role": "system" | "user" | "assistant", "content":
 
 _THINK_TAG = re.compile(r"<(/?)think>")
 # The tags around what is quoted to a tutor: a quoted text must not close or open them.
-_BLOCK_TAG = re.compile(r"<(?=/?(?:response|question)>)")
+_BLOCK_TAG = re.compile(r"<(?=/?(?:response|question|reference|message)>)")
 _PLACEHOLDER = re.compile(r"\{([a-z_]+)\}")
 
 
@@ -31,6 +31,10 @@ class PromptSet:
     tutor_system: str
     tutor: str  # anchored feedback: {question} {response}
     tutor_plain: str  # feedback without a concept tag: {question} {response}
+    teacher_system: str
+    teacher: str  # guidance by somebody who knows: {question} {reference} {response}
+    neutral: str  # told instead of guidance that gives the answer away
+    leak_judge: str  # asks for yes or no: {question} {answer} {message}; "" where it isn't offered
 
 
 _TUTOR_QUESTION = """\
@@ -79,6 +83,27 @@ FULL = PromptSet(
         "Write three to five sentences, about 80 words in all. Point to particular steps of the "
         "response; say which are right, and which are wrong or missing and why. Never state the "
         "answer: name neither an option's letter nor the final value."
+    ),
+    teacher_system=(
+        "You guide a student through a problem whose solution you know. You lead the student to "
+        "find the mistake, and never hand over the result."
+    ),
+    teacher=(
+        "The problem:\n\n<question>\n{question}\n</question>\n\n"
+        "What you know and the student doesn't:\n\n<reference>\n{reference}\n</reference>\n\n"
+        "The student's latest attempt, which is wrong:\n\n"
+        "<response>\n{response}\n</response>\n\n"
+        "Write to the student, in two to four sentences: name the first step that goes wrong, say "
+        "what is wrong with it, and ask the question or give the hint that leads on from there. "
+        "State neither the final answer nor a value, a letter or a program that amounts to it, "
+        "and don't mention that you have a reference."
+    ),
+    neutral="That is not right yet. Check each step of your solution again, then answer anew.",
+    leak_judge=(
+        "<question>\n{question}\n</question>\n\nIts answer, which a student has to find:\n\n"
+        "<reference>\n{answer}\n</reference>\n\nA teacher told the student:\n\n"
+        "<message>\n{message}\n</message>\n\n"
+        "Could the student now write down the answer without any further work? Say yes or no."
     ),
 )
 
@@ -149,10 +174,38 @@ def tutor_messages(
     Tags of the response that would close or open the prompt's own blocks are broken.
     """
     template = prompts.tutor if anchored else prompts.tutor_plain
-    response = _BLOCK_TAG.sub("‹", strip_thinking(response))
+    response = _quoted(strip_thinking(response))
     return _messages(
         prompts.tutor_system, fill(template, question=problem.question, response=response)
     )
+
+
+def teacher_messages(
+    prompts: PromptSet, problem: Problem, reference: str, response: str
+) -> list[Message]:
+    """The messages that ask a teacher who knows `reference` for guidance on a wrong response."""
+    return _messages(
+        prompts.teacher_system,
+        fill(
+            prompts.teacher,
+            question=problem.question,
+            reference=_quoted(reference),
+            response=_quoted(strip_thinking(response)),
+        ),
+    )
+
+
+def leak_judge_messages(
+    prompts: PromptSet, problem: Problem, answer: str, message: str
+) -> list[Message]:
+    """The messages that ask whether a teacher's message gives the answer away."""
+    values = {"question": problem.question, "answer": answer, "message": _quoted(message)}
+    return _messages("", fill(prompts.leak_judge, **values))
+
+
+def _quoted(text: str) -> str:
+    """A text whose tags can't close or open the prompt's own blocks."""
+    return _BLOCK_TAG.sub("‹", text)
 
 
 def _messages(system: str, user: str) -> list[Message]:

@@ -45,6 +45,10 @@ TINY = PromptSet(
     tutor_system="",
     tutor="Review with concept.\n{question}\n{response}",
     tutor_plain="Review\n{question}\n{response}",
+    teacher_system="",
+    teacher="Tutor:\n{question}\n{reference}\n{response}",
+    neutral="wrong",
+    leak_judge="",
 )
 
 

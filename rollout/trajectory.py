@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-Role = Literal["prompt", "student", "tutor", "glue"]
+Role = Literal["prompt", "student", "teacher", "glue"]
 FinishReason = Literal["stop", "length"]
 
 
@@ -66,6 +66,32 @@ class Feedback:
     revealed: int = 0
 
 
+@dataclass(frozen=True)
+class Answer:
+    """One judged turn of the student in a dialogue; `score` in [0, 1], 1 when it is right."""
+
+    text: str
+    score: float
+    status: str
+    extracted: str | None = None
+    detail: str = ""  # what the verifier saw: the output of hidden unit tests
+
+
+@dataclass(frozen=True)
+class Guidance:
+    """What a teacher said after a wrong answer.
+
+    `drafts` holds every text that it wrote, `text` the last one that was told; `leaks` counts the
+    drafts that gave the answer away, `neutral` says that all of them did and a fixed sentence was
+    told instead.
+    """
+
+    text: str
+    drafts: tuple[str, ...] = ()
+    leaks: int = 0
+    neutral: bool = False
+
+
 @dataclass
 class Trajectory:
     """One rollout of one problem: `ids` only ever grow, and are never decoded and re-encoded.
@@ -88,6 +114,9 @@ class Trajectory:
     feedback: Feedback | None = None
     teacher_prompt_ids: list[int] | None = None
     advantage: float = 0.0
+    # Dialogues alone: the student's turns as judged, and what was said between them.
+    answers: list[Answer] = field(default_factory=list)
+    guidance: list[Guidance] = field(default_factory=list)
 
     @classmethod
     def start(cls, problem: Problem, sample: int, prompt_ids: list[int]) -> Trajectory:
@@ -104,18 +133,23 @@ class Trajectory:
         self.ids.extend(ids)
         self.logprobs.extend(logprobs)
 
-    def turn_ids(self) -> list[int]:
-        """For each id the index of the student's turn it belongs to, −1 where it is not trained.
+    def turn_ids(self, roles: Collection[Role] = ("student",)) -> list[int]:
+        """For each id the index of the turn it belongs to among those of `roles`, −1 elsewhere.
 
         This is the only place that says which tokens are trained: those that the student sampled,
         the sampled end token included, whatever their values (masks by position, never by value).
+        Only a world model also asks for the teacher's turns.
         """
-        trained = [-1] * len(self.ids)
-        student_turns = (turn for turn in self.turns if turn.role == "student")
-        for number, turn in enumerate(student_turns):
-            trained[turn.start : turn.stop] = [number] * (turn.stop - turn.start)
-        return trained
+        numbers = [-1] * len(self.ids)
+        turns = (turn for turn in self.turns if turn.role in roles)
+        for number, turn in enumerate(turns):
+            numbers[turn.start : turn.stop] = [number] * (turn.stop - turn.start)
+        return numbers
 
     def response_ids(self) -> list[int]:
         """The ids of the student's turns, in order."""
         return [i for i, turn in zip(self.ids, self.turn_ids(), strict=True) if turn >= 0]
+
+    def n_tokens(self, role: Role) -> int:
+        """How many tokens the turns of a role have."""
+        return sum(turn.stop - turn.start for turn in self.turns if turn.role == role)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from cotutor.rollout.trajectory import Trajectory
+from cotutor.rollout.trajectory import Role, Trajectory
 from cotutor.trainer.algos.base import Rows
 
 
@@ -33,13 +33,21 @@ class MicroBatch:
 
 
 def plan_micro_batches(
-    trajectories: Sequence[Trajectory], weights: Sequence[float], max_tokens: int
+    trajectories: Sequence[Trajectory],
+    weights: Sequence[float],
+    max_tokens: int,
+    turn_weight: float = 0.0,
 ) -> list[list[int]]:
-    """Indices of the trajectories with a weight above 0, sorted by length, cut by token budget.
+    """Indices of the trajectories with trained tokens, sorted by length, cut by token budget.
 
-    A sequence longer than the budget has a micro-batch of its own.
+    Trained are the student's tokens where the weight is above 0, and the teacher's turns where
+    `turn_weight` is. A sequence longer than the budget has a micro-batch of its own.
     """
-    kept = [i for i, weight in enumerate(weights) if weight > 0 and trajectories[i].response_ids()]
+    kept = [
+        i
+        for i, t in enumerate(trajectories)
+        if (weights[i] > 0 and t.n_tokens("student")) or (turn_weight > 0 and t.n_tokens("teacher"))
+    ]
     kept.sort(key=lambda i: (_longest_side(trajectories[i]), i))
     plan: list[list[int]] = []
     for i in kept:
@@ -63,8 +71,12 @@ def make_micro_batch(
     row_weight: Callable[[Trajectory], float],
     temperature: float,
     device: torch.device,
+    turn_weight: float = 0.0,
 ) -> MicroBatch:
-    """Tensors of these trajectories on `device`; the token at position t is row t − 1's target."""
+    """Tensors of these trajectories on `device`; the token at position t is row t − 1's target.
+
+    `turn_weight` is the weight of each token of the teacher's turns; 0 leaves them out.
+    """
     inputs = [t.ids[:-1] for t in trajectories]
     length = max(len(i) for i in inputs)
     targets: list[int] = []
@@ -73,29 +85,33 @@ def make_micro_batch(
     logprobs: list[float] = []
     advantages: list[float] = []
     weights: list[float] = []
+    sampled: list[bool] = []
     row_index: list[int] = []
     teacher_inputs: list[list[int]] = []
     teacher_starts: list[list[int]] = []
     for b, t in enumerate(trajectories):
-        weight = row_weight(t)
-        turns = t.turn_ids()
+        weight_of: dict[Role, float] = {"student": row_weight(t), "teacher": turn_weight}
+        roles = [role for role, weight in weight_of.items() if weight > 0]
+        turns, own = t.turn_ids(roles), t.turn_ids()
         trained = [n for n, turn in enumerate(turns) if turn >= 0]
         assert trained
         assert trained[0] > 0, "the first token of a sequence has no position that predicts it"
         for n in trained:
+            mine = own[n] >= 0
             row_index.append(b * length + n - 1)
             targets.append(t.ids[n])
             turn_ids.append(turns[n])
             sequence_ids.append(b)
             logprobs.append(t.logprobs[n])
-            advantages.append(t.advantage)
-            weights.append(weight)
+            advantages.append(t.advantage if mine else 0.0)
+            weights.append(weight_of["student" if mine else "teacher"])
+            sampled.append(mine)
         if t.teacher_prompt_ids is not None:
             teacher_inputs.append(t.teacher_prompt_ids + [t.ids[n] for n in trained[:-1]])
             start = len(t.teacher_prompt_ids) - 1
             teacher_starts.append(list(range(start, start + len(trained))))
 
-    def tensor(values: list[int] | list[float], dtype: torch.dtype) -> torch.Tensor:
+    def tensor(values: Sequence[float], dtype: torch.dtype) -> torch.Tensor:
         return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
 
     rows = Rows(
@@ -105,6 +121,7 @@ def make_micro_batch(
         rollout_logprobs=tensor(logprobs, torch.float32),
         advantages=tensor(advantages, torch.float32),
         weights=tensor(weights, torch.float32),
+        sampled=tensor(sampled, torch.bool),
         temperature=temperature,
     )
     teacher_ids = teacher_row_index = None
@@ -135,6 +152,7 @@ def empty_micro_batch(teacher: bool, temperature: float, device: torch.device) -
         rollout_logprobs=zero,
         advantages=zero,
         weights=zero,
+        sampled=torch.zeros(1, dtype=torch.bool, device=device),
         temperature=temperature,
     )
     return MicroBatch(ids, index, rows, ids if teacher else None, index if teacher else None)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from cotutor.rollout.curriculum import SPECIALISTS, rows
+from cotutor.rollout.curriculum import LEARNERS, rows
 from cotutor.rollout.problems import DataError, overlap, read_problems
 from cotutor.rollout.tasks import DOMAINS, make_problems
 from cotutor.rollout.trajectory import Problem
@@ -112,10 +112,9 @@ def _generate(
 
 def curriculum_problems(config: Config, student: str, exclude: frozenset[str]) -> list[Problem]:
     """The embedded training rows of one student, as problems with given messages and solution."""
-    if student != "base" and student not in SPECIALISTS:
+    if student != "base" and student not in LEARNERS:
         raise ConfigError(
-            f"students: the embedded curriculum teaches base, {', '.join(SPECIALISTS)}, not"
-            f" {student}"
+            f"students: the embedded curriculum teaches base, {', '.join(LEARNERS)}, not {student}"
         )
     n = config.data.train_problems_per_domain * len(config.data.domains)
     stream = itertools.islice(rows(student, config.seed, exclude), n)

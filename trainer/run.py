@@ -13,7 +13,7 @@ from typing import Any, NamedTuple, NoReturn
 
 import torch
 
-from cotutor.rollout.curriculum import SPECIALISTS
+from cotutor.rollout.curriculum import LEARNERS
 from cotutor.rollout.models import ModelError
 from cotutor.rollout.problems import DataError
 from cotutor.rollout.prompts import tutor_messages
@@ -243,7 +243,7 @@ def summarise(config: Config, run: Run, scores: Mapping[str, Any]) -> dict[str, 
 
 def _blind_keys(problems: ProblemSets, student: str, domain: str) -> list[str]:
     """Keys of the test problems that need a fact which this embedded specialist never learned."""
-    blind = set(SPECIALISTS[student].blind) if student in SPECIALISTS else set()
+    blind = set(LEARNERS[student].blind) if student in LEARNERS else set()
     return [p.key for p in problems.test[domain] if blind.intersection(p.facts)]
 
 

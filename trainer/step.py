@@ -32,14 +32,22 @@ def accumulate_gradients(
     """Add the gradient of the step's loss to the policy, over all micro-batches of all ranks.
 
     The denominator counts every rollout (or token) of every rank before the first micro-batch, so
-    that neither their number nor their cut changes the gradient. All ranks run equally many.
+    that neither their number nor their cut changes the gradient. All ranks run equally many. A
+    world model's tokens have a denominator of their own: all tokens of the teacher's turns.
     Returns metric sums over all ranks, and False if no token of any rank is trained.
     """
     weights = [algorithm.row_weights(r) for r in rollouts]
-    tokens = sum(len(r.response_ids()) for r in rollouts)
-    counts = world.sum({"sequences": len(rollouts), "tokens": tokens})
+    counts = world.sum(
+        {
+            "sequences": len(rollouts),
+            "tokens": sum(r.n_tokens("student") for r in rollouts),
+            "teacher_tokens": sum(r.n_tokens("teacher") for r in rollouts),
+        }
+    )
     denominator = max(1.0, counts[algorithm.denominator])
-    plan = plan_micro_batches(rollouts, weights, config.policy.micro_batch_tokens)
+    # Divided by the one denominator, the teacher's tokens come to their own mean × coefficient.
+    turn_weight = algorithm.world_model_coef * denominator / max(1.0, counts["teacher_tokens"])
+    plan = plan_micro_batches(rollouts, weights, config.policy.micro_batch_tokens, turn_weight)
     n_micro_batches = max(world.gather(len(plan)))
     has_teacher = algorithm.teacher is not None
     temperature = config.rollout.temperature if algorithm.on_policy else 1.0
@@ -50,7 +58,9 @@ def accumulate_gradients(
     for n in range(n_micro_batches):
         if n < len(plan):
             members = [rollouts[i] for i in plan[n]]
-            batch = make_micro_batch(members, algorithm.row_weights, temperature, world.device)
+            batch = make_micro_batch(
+                members, algorithm.row_weights, temperature, world.device, turn_weight
+            )
         else:
             batch = empty_micro_batch(has_teacher, temperature, world.device)
         teacher_hidden = teacher_weight = None
@@ -103,6 +113,8 @@ def loss_metrics(sums: dict[str, float]) -> dict[str, float]:
         ("abs_logprob_diff", sampled, "canary_mean_abs_diff"),
         ("k3", sampled, "canary_k3"),
         ("entropy", sampled, "entropy"),
+        ("importance_truncated", sampled, "importance_truncated"),
+        ("world_model", max(1.0, sums.get("teacher_rows", 0.0)), "world_model"),
         ("jsd", taught, "jsd"),
         ("student_topk_mass", taught, "student_topk_mass"),
         ("teacher_topk_mass", taught, "teacher_topk_mass"),
@@ -119,6 +131,6 @@ def rollout_counts(rollouts: Sequence[Trajectory]) -> dict[str, float]:
         "truncated": sum(r.finish_reason == "length" for r in rollouts),
         "no_answer": sum(r.status == "no_answer" for r in rollouts),
         "timed_out": sum(r.status == "timed_out" for r in rollouts),
-        "response_tokens": sum(len(r.response_ids()) for r in rollouts),
+        "response_tokens": sum(r.n_tokens("student") for r in rollouts),
         "prompt_tokens": sum(r.turns[0].stop for r in rollouts),
     }

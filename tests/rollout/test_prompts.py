@@ -30,6 +30,10 @@ PLACEHOLDERS = {
     "tutor_system": set(),
     "tutor": {"question", "response"},
     "tutor_plain": {"question", "response"},
+    "teacher_system": set(),
+    "teacher": {"question", "reference", "response"},
+    "neutral": set(),
+    "leak_judge": {"question", "answer", "message"},
 }
 
 

@@ -78,6 +78,7 @@ def three_token_case() -> tuple[Heads, Rows]:
         rollout_logprobs=torch.log(torch.tensor([0.25])),  # importance weight 0.5/0.25 = 2
         advantages=torch.tensor([0.5]),
         weights=torch.tensor([0.25]),
+        sampled=torch.tensor([True]),
         temperature=1.0,
     )
     return Heads(student, eye.clone().requires_grad_(), teacher, eye), rows

@@ -65,7 +65,9 @@ class Rows:
     """The trained tokens of one micro-batch, one row each; N rows from B sequences.
 
     targets (N,) int64; turn_ids, sequence_ids (N,) int32; rollout_logprobs (N,) float32 nats;
-    advantages (N,) float32; weights (N,) float32, 0 for padding rows; temperature > 0.
+    advantages (N,) float32; weights (N,) float32, 0 for padding rows; sampled (N,) bool, True where
+    the student sampled the target, False in the teacher's turns of a dialogue, which only a world
+    model trains (no rollout log-prob, no advantage); temperature > 0.
     """
 
     targets: torch.Tensor
@@ -74,6 +76,7 @@ class Rows:
     rollout_logprobs: torch.Tensor
     advantages: torch.Tensor
     weights: torch.Tensor
+    sampled: torch.Tensor
     temperature: float
 
 
@@ -120,6 +123,11 @@ class Algorithm(ABC):
     teacher_rate = 0.0  # EMA rate, or the interpolation rate of trust_region
     feedback = False  # peers tutor: validation scores, gate and tutor engines are needed
     denominator: Literal["sequences", "tokens"] = "tokens"  # of the sum of row losses
+    # The weight of a world model: the mean over all tokens of the teacher's turns; 0: none.
+    world_model_coef = 0.0
+    # Who guides the student through a dialogue of several turns, knowing the solution: the student
+    # itself, or its initial weights. None: a single turn.
+    guide: Literal["self", "frozen"] | None = None
 
     @abstractmethod
     def schedule(self, n_students: int, n_problems: int, steps: int) -> list[Phase]:

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 import torch
 
-from cotutor.kernels import importance_weights, linear_token_logprobs
+from cotutor.kernels import TokenLogprobs, importance_weights, linear_token_logprobs
 from cotutor.rollout.trajectory import Trajectory
 from cotutor.trainer.algos.base import (
     Algorithm,
@@ -102,27 +102,41 @@ class GRPO(Algorithm):
 
     def loss(self, heads: Heads, rows: Rows) -> LossSums:
         """−Σ rows weight × importance weight × clipped surrogate."""
-        scored = linear_token_logprobs(
-            heads.hidden,
-            heads.weight,
-            rows.targets,
-            turn_ids=rows.turn_ids,
-            temperature=rows.temperature,
-            entropy=True,
-            chunk_rows=heads.chunk_rows,
-        )
-        old_logprobs = scored.logprobs.detach()
-        importance = importance_weights(
-            old_logprobs,
-            rows.rollout_logprobs,
-            turn_ids=rows.turn_ids,
-            sequence_ids=rows.sequence_ids,
-            level="token",
-            action="truncate",
-            upper=self.config.importance_upper,
-        )
-        ratio = torch.exp(scored.logprobs - old_logprobs)
-        clipped = ratio.clamp(1 - self.config.clip_low, 1 + self.config.clip_high)
-        surrogate = torch.minimum(ratio * rows.advantages, clipped * rows.advantages)
-        loss = -(rows.weights * importance.weights * surrogate).sum()
-        return LossSums(loss, policy_sums(scored.logprobs, scored.entropy, rows))
+        scored = score_targets(heads, rows)
+        surrogate, sums = clipped_surrogate(scored.logprobs, rows, self.config)
+        sums |= policy_sums(scored.logprobs, scored.entropy, rows)
+        return LossSums(-(rows.weights * surrogate).sum(), sums)
+
+
+def score_targets(heads: Heads, rows: Rows) -> TokenLogprobs:
+    """Log-probs and entropies of the rows' targets, (N,) nats, with gradients to the heads."""
+    return linear_token_logprobs(
+        heads.hidden,
+        heads.weight,
+        rows.targets,
+        turn_ids=rows.turn_ids,
+        temperature=rows.temperature,
+        entropy=True,
+        chunk_rows=heads.chunk_rows,
+    )
+
+
+def clipped_surrogate(
+    logprobs: torch.Tensor, rows: Rows, config: GRPOConfig
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Importance weight × min(ρ A, clip(ρ) A) by row, and its health as sums; 0 if not sampled."""
+    old_logprobs = logprobs.detach()
+    importance = importance_weights(
+        old_logprobs,
+        rows.rollout_logprobs,
+        turn_ids=torch.where(rows.sampled, rows.turn_ids, -1),
+        sequence_ids=rows.sequence_ids,
+        level="token",
+        action="truncate",
+        upper=config.importance_upper,
+    )
+    ratio = torch.exp(logprobs - old_logprobs)
+    clipped = ratio.clamp(1 - config.clip_low, 1 + config.clip_high)
+    surrogate = torch.minimum(ratio * rows.advantages, clipped * rows.advantages)
+    truncated = importance.weights >= config.importance_upper
+    return importance.weights * surrogate, {"importance_truncated": truncated.sum()}

@@ -175,7 +175,7 @@ def policy_sums(
     logprobs: torch.Tensor, entropy: torch.Tensor | None, rows: Rows
 ) -> dict[str, torch.Tensor]:
     """Sums for metrics and canary over all sampled tokens; logprobs (N,) are the trainer's own."""
-    sampled = rows.turn_ids >= 0
+    sampled = rows.sampled
     difference = torch.where(sampled, logprobs.detach() - rows.rollout_logprobs, 0.0)
     sums = {
         "sampled_rows": sampled.sum(),
@@ -183,5 +183,5 @@ def policy_sums(
         "k3": (torch.exp(difference) - 1 - difference).sum(),
     }
     if entropy is not None:
-        sums["entropy"] = entropy.detach().sum()
+        sums["entropy"] = torch.where(sampled, entropy.detach(), 0.0).sum()
     return sums
