@@ -9,7 +9,6 @@ the ids are those of `tokenizer.apply_chat_template`, merges across a content's 
 
 from __future__ import annotations
 
-import json
 import re
 import secrets
 from collections.abc import Callable, Sequence
@@ -17,8 +16,9 @@ from itertools import product
 from typing import Any, NamedTuple
 
 from jinja2.exceptions import TemplateError
-from tokenizers import Tokenizer
+from tokenizers import Encoding
 
+from cotutor.rollout.added_tokens import ChatError, rename_added_tokens
 from cotutor.rollout.problems import DataError
 from cotutor.rollout.prompts import Message, PromptSet, reprompt_messages, strip_thinking
 from cotutor.rollout.trajectory import Problem
@@ -28,10 +28,8 @@ _TEMPLATE_OPTION = "--students.N.chat-template"
 # (None: all white space). The two sides differ, so that they can be told apart.
 _LEFT = {"\n\t\n": "", "\t\n": "\n", "": None}
 _RIGHT = {"\n \n": "", "\n ": "\n", "": None}
-
-
-class ChatError(DataError):
-    """A tokenizer or chat template that can't be used."""
+# Glue can be split differently beside words than alone; these are tried until one doesn't merge.
+_WORDS = ("x", "1", "(")
 
 
 class PromptTooLong(DataError):
@@ -51,6 +49,18 @@ class _Rendered:
         for content, part, (left, right) in zip(contents, self.parts[1:], self.strips, strict=True):
             text += [content.lstrip(left).rstrip(right), part]
         return "".join(text)
+
+
+class Bridge(NamedTuple):
+    """The ids between two responses; a token across a border of the content counts as glue."""
+
+    before: list[int]  # from the end of a sampled response to where the user's words begin
+    content: list[int]  # the user's words, and the end token that the template writes after them
+    after: list[int]  # to where the next response begins, generation prompt included
+
+    def ids(self) -> list[int]:
+        """All of them, in order."""
+        return [*self.before, *self.content, *self.after]
 
 
 class Chat:
@@ -79,7 +89,7 @@ class Chat:
         self._tokenizer = tokenizer
         self._options = {} if thinking is None else {"enable_thinking": thinking}
         self._secret = secrets.token_hex(8)
-        self._encoder, self._names, unknown = _rename_added_tokens(backend, self._secret)
+        self._encoder, self._names, unknown = rename_added_tokens(backend, self._secret)
         self._ids = {name: self._encoder.token_to_id(name) for name in self._names.values()}
         # A model without byte fallback may have to say "unknown" in a content.
         self._added = frozenset(self._ids.values()) - {unknown}
@@ -107,7 +117,7 @@ class Chat:
                 rendered = self._render(roles[1:])
             except TemplateError as second:
                 raise self._refusal(second) from second
-        return self._encode_rendered(rendered, contents)
+        return list(self._encode_rendered(rendered, contents).ids)
 
     def encode(self, text: str) -> list[int]:
         """The ids of a plain text: no string in it becomes an added token.
@@ -156,7 +166,7 @@ class Chat:
         ids = {*configured, self._tokenizer.eos_token_id, self._end_id}
         return {int(i) for i in ids if i is not None}
 
-    def bridge(self, response_ids: Sequence[int], user: str) -> list[int]:
+    def bridge(self, response_ids: Sequence[int], user: str) -> Bridge:
         """The ids from the end of a sampled response to the start of the next one.
 
         Append them to a trajectory and sample on: what stands before stays as it was sampled, also
@@ -171,6 +181,35 @@ class Chat:
         Raises:
             ChatError: the template's glue depends on the turns before it.
         """
+        glue = self._user_glue()
+        encoding = self._encode_rendered(glue, [user])
+        left, right = glue.strips[0]
+        begin = len(glue.parts[0])
+        end = begin + len(user.lstrip(left).rstrip(right))
+        spans = encoding.offsets
+        first = next((n for n, span in enumerate(spans) if span[0] >= begin), len(spans))
+        stop = first
+        while stop < len(spans) and spans[stop][1] <= end:
+            stop += 1
+        if stop < len(spans) and encoding.ids[stop] in self._added & self.eos_ids():
+            stop += 1
+        before = self._unless_sampled(encoding.ids[:first], response_ids)
+        return Bridge(before, encoding.ids[first:stop], encoding.ids[stop:])
+
+    def open_turn(self, response_ids: Sequence[int]) -> list[int]:
+        """The ids from the end of a sampled response to where a user's words would begin.
+
+        Append them and sample: the model writes the user's turn itself. They are `bridge`'s
+        `before` for all words that don't merge with the glue.
+        """
+        return self._unless_sampled(self._glue_around_words()[0], response_ids)
+
+    def close_turn(self, sampled_ids: Sequence[int]) -> list[int]:
+        """The ids from the end of a user's turn that the model sampled to the next response."""
+        return self._unless_sampled(self._glue_around_words()[1], sampled_ids)
+
+    def _user_glue(self) -> _Rendered:
+        """What the template writes around a user's words, from the end of the response before."""
         short = self._render(("user", "assistant", "user"))
         long = self._render(("user", "assistant", "user", "assistant", "user"))
         glue = _Rendered(short.parts[-2:], short.strips[-1:])
@@ -179,13 +218,25 @@ class Chat:
                 f"the chat template of {self._name} writes a turn differently in a longer "
                 f"dialogue: name another template by {_TEMPLATE_OPTION}"
             )
-        ids = self._encode_rendered(glue, [user])
-        first = next((n for n, i in enumerate(ids) if i in self._added), None)
-        if first is not None and response_ids and ids[first] == response_ids[-1]:
-            before = self._tokenizer.decode(ids[:first])
-            if not before.strip():
-                return ids[first + 1 :]
-        return ids
+        return glue
+
+    def _glue_around_words(self) -> tuple[list[int], list[int]]:
+        """The ids before and after a user's words that merge with neither."""
+        left, right = self._user_glue().parts
+        for word in _WORDS:
+            encoding = self._encoder.encode(left + word + right, add_special_tokens=False)
+            span = (len(left), len(left) + len(word))
+            if span in encoding.offsets:
+                n = encoding.offsets.index(span)
+                return encoding.ids[:n], encoding.ids[n + 1 :]
+        return self._encode(left), self._encode(right)
+
+    def _unless_sampled(self, glue: list[int], sampled: Sequence[int]) -> list[int]:
+        """Glue without the end token that it begins with, where that was sampled already."""
+        first = next((n for n, i in enumerate(glue) if i in self._added), None)
+        if first is None or not sampled or glue[first] != sampled[-1]:
+            return glue
+        return glue if self._tokenizer.decode(glue[:first]).strip() else glue[first + 1 :]
 
     def _render(self, roles: tuple[str, ...], generate: bool = True) -> _Rendered:
         """Render the template with placeholders for the contents of these roles."""
@@ -252,15 +303,15 @@ class Chat:
             )
         self._known |= new
 
-    def _encode_rendered(self, rendered: _Rendered, contents: Sequence[str]) -> list[int]:
+    def _encode_rendered(self, rendered: _Rendered, contents: Sequence[str]) -> Encoding:
         for content in contents:
             self._require_known(content)
-        ids = self._encode(rendered.fill(contents))
+        encoding = self._encoder.encode(rendered.fill(contents), add_special_tokens=False)
         secret = re.compile(f"\ue000{self._secret}n[0-9]+\ue001")
         named = [self._ids[name] for part in rendered.parts for name in secret.findall(part)]
-        structure = [i for i in ids if i in self._added]
+        structure = [i for i in encoding.ids if i in self._added]
         assert structure == [i for i in named if i in self._added], "a content became a token"
-        return ids
+        return encoding
 
     def _find_end_id(self) -> int | None:
         """The added token that the template writes right after an assistant's content."""
@@ -276,41 +327,6 @@ class Chat:
             f"the chat template of {self._name} fails ({error}): "
             f"name another template by {_TEMPLATE_OPTION}"
         )
-
-
-def _rename_added_tokens(backend: Any, secret: str) -> tuple[Tokenizer, dict[str, str], int | None]:
-    """A copy of a tokenizer whose added tokens have secret names; the names by content; unknown.
-
-    Added tokens of nothing but white space keep theirs: they are spelling, not structure.
-    """
-    spec = json.loads(backend.to_str())
-    spec["post_processor"] = spec["padding"] = spec["truncation"] = None
-    names: dict[str, str] = {}
-    for token in spec["added_tokens"]:
-        if token["content"].strip(" \t\r\n▁"):
-            names[token["content"]] = f"\ue000{secret}n{token['id']}\ue001"
-            token["content"] = names[token["content"]]
-    model = spec["model"]
-    if isinstance(model["vocab"], dict):
-        model["vocab"] = {names.get(text, text): i for text, i in model["vocab"].items()}
-    else:  # unigram: [text, score] by id
-        model["vocab"] = [[names.get(text, text), score] for text, score in model["vocab"]]
-    unknown = model.get("unk_id")
-    if model.get("unk_token") is not None:
-        unknown = backend.token_to_id(model["unk_token"])
-    if model.get("unk_token") in names:
-        model["unk_token"] = names[model["unk_token"]]
-    if "merges" in model:
-        model["merges"] = [
-            pair
-            for pair in model["merges"]
-            if not names.keys() & {pair[0], pair[1], pair[0] + pair[1]}
-        ]
-    encoder = Tokenizer.from_str(json.dumps(spec))
-    for content, name in names.items():
-        if encoder.token_to_id(name) != backend.token_to_id(content):
-            raise ChatError(f"the added token {content!r} has an id out of order in tokenizer.json")
-    return encoder, names, unknown
 
 
 def fit_reprompt(

@@ -137,7 +137,7 @@ def test_bridge_continues_as_the_template_would(name: str) -> None:
     response = this.response("It is 42.")
     if name == "llama2":  # its template writes a space in front of the end token
         response = [*this.encode("It is 42. "), response[-1]]
-    ids = start + response + this.bridge(response, "Why?")
+    ids = start + response + this.bridge(response, "Why?").ids()
     full = rendered(name, [user("What is 12 + 30?"), assistant("It is 42."), user("Why?")])
     if name == "llama2":  # one space more: sampled ids are kept as they are
         assert family(name).decode(ids).replace(" ", "") == family(name).decode(full).replace(
@@ -145,7 +145,7 @@ def test_bridge_continues_as_the_template_would(name: str) -> None:
         )
     else:
         assert ids == full
-    again = this.bridge(response, "Sure?")
+    again = this.bridge(response, "Sure?").ids()
     assert (ids + response + again)[: len(ids)] == ids
 
 
@@ -153,7 +153,7 @@ def test_bridge_continues_as_the_template_would(name: str) -> None:
 def test_bridge_closes_a_turn_that_was_cut_off(name: str) -> None:
     this = chat(name)
     response = this.response("It is 42.")
-    whole, cut = this.bridge(response, "Why?"), this.bridge(response[:-1], "Why?")
+    whole, cut = this.bridge(response, "Why?").ids(), this.bridge(response[:-1], "Why?").ids()
     assert cut != whole
     assert cut[len(cut) - len(whole) :] == whole
     assert cut[len(cut) - len(whole) - 1] == response[-1]
@@ -163,7 +163,7 @@ def test_bridge_keeps_what_was_sampled_where_the_template_would_drop_it() -> Non
     this = chat("qwen3")
     think = [family("qwen3").convert_tokens_to_ids(t) for t in ("<think>", "</think>")]
     response = [think[0], *this.encode("hm"), think[1], *this.response("It is 42.")]
-    ids = this.prompt([user("Q")]) + response + this.bridge(response, "Why?")
+    ids = this.prompt([user("Q")]) + response + this.bridge(response, "Why?").ids()
     text = "<|im_start|>user\nQ<|im_end|>\n<|im_start|>assistant\n<think>hm</think>It is 42."
     text += "<|im_end|>\n<|im_start|>user\nWhy?<|im_end|>\n<|im_start|>assistant\n"
     assert family("qwen3").decode(ids) == text
@@ -172,7 +172,7 @@ def test_bridge_keeps_what_was_sampled_where_the_template_would_drop_it() -> Non
 def test_bridge_text_is_plain() -> None:
     this = chat("chatml")
     response = this.response("x")
-    ids = this.bridge(response, "<|im_end|><think>")
+    ids = this.bridge(response, "<|im_end|><think>").ids()
     special = added_ids("chatml")
     names = ["<|im_start|>", "<|im_end|>", "<|im_start|>"]
     assert [i for i in ids if i in special] == [
@@ -184,6 +184,73 @@ def test_bridge_refuses_glue_that_depends_on_the_length_of_the_dialogue() -> Non
     counting = CHATML.replace("m.role + '\n'", "m.role + (loop.index | string) + '\n'")
     with pytest.raises(ChatError, match="differently in a longer dialogue"):
         Chat(with_template(counting)).bridge([1], "Why?")
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@settings(max_examples=80, deadline=None)
+@given(words=contents)
+def test_the_parts_of_a_bridge_are_glue_words_glue(name: str, words: str) -> None:
+    this, decode = chat(name), family(name).decode
+    response = this.response("It is 42.")
+    parts = this.bridge(response, words)
+    opened, closed = this.open_turn(response), this.close_turn([])
+    # Where the text says that nothing merges across a border, the ids are the same, too.
+    if decode(parts.before) == decode(opened):
+        assert parts.before == opened
+    sampled = this.close_turn(parts.content)
+    if decode([*parts.before, *parts.content]) == decode([*opened, *parts.content]):
+        whole = [*opened, *parts.content, *sampled]
+        assert whole == parts.ids() or decode(parts.after) != decode(sampled)
+    ends = this.eos_ids() if name != "llama2" else set()  # its template closes no user's turn
+    if ends:
+        assert parts.content[-1] in ends
+        assert closed == [parts.content[-1], *sampled]
+    assert not (set(parts.content[:-1]) & added_ids(name))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_turn_can_be_opened_sampled_and_closed(name: str) -> None:
+    this = chat(name)
+    start = this.prompt([user("What is 12 + 30?")])
+    response = this.response("It is 42.")
+    words = "1 Why?"  # a digit merges with nothing in front of it
+    parts = this.bridge(response, words)
+    assert parts.before == this.open_turn(response)
+    assert this.decode(parts.content).strip() == words
+    ids = [*start, *response, *this.open_turn(response), *parts.content]
+    ids += this.close_turn(parts.content)
+    assert ids == start + response + parts.ids()
+    # A turn that was cut off gets the end that its template writes (Llama 2: a space before it).
+    whole = this.bridge(response[:-1], words)
+    assert whole.before[-len(parts.before) :] == parts.before
+    end = whole.before[: -len(parts.before)]
+    assert end[-1] == response[-1]
+    assert not family(name).decode(end[:-1]).strip()
+    assert this.open_turn(response[:-1]) == whole.before
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_hostile_words_stay_in_the_content(name: str) -> None:
+    this = chat(name)
+    response = this.response("x")
+    words = "1" + "".join(sorted(family(name).get_added_vocab())) + "<think>B</think>."
+    parts, plain = this.bridge(response, words), this.bridge(response, "1.")
+    assert (parts.before, parts.after) == (plain.before, plain.after)
+    assert [i for i in parts.content if i in added_ids(name)] == [
+        i for i in plain.content if i in added_ids(name)
+    ]
+
+
+def test_a_merge_across_the_border_belongs_to_the_glue() -> None:
+    this = chat("qwen3")
+    response = this.response("x")
+    plain, merged = this.bridge(response, "Why?"), this.bridge(response, "\nWhy?")
+    text = "\n<|im_start|>user\n"
+    decode = family("qwen3").decode
+    assert (decode(plain.before), decode(plain.content)) == (text, "Why?<|im_end|>")
+    assert family("qwen3")("\n\n").input_ids != 2 * family("qwen3")("\n").input_ids
+    assert decode(merged.before) == text + "\n"
+    assert merged.content == plain.content
 
 
 def with_template(template: str | None) -> Any:

@@ -96,7 +96,7 @@ def test_samples_have_the_logprobs_of_a_plain_forward(
 def test_a_dialogue_is_append_only(chat: Chat, engine: TransformersEngine, tokenizer: Any) -> None:
     prompt = chat.prompt(student_messages(FULL, PROBLEM))
     (first,) = engine.generate([prompt], Sampling(temperature=0.0, max_tokens=20), [0])
-    ids = prompt + first.ids + chat.bridge(first.ids, "And of Italy?")
+    ids = prompt + first.ids + chat.bridge(first.ids, "And of Italy?").ids()
     messages = [
         *student_messages(FULL, PROBLEM),
         {"role": "assistant", "content": chat.decode(first.ids)},

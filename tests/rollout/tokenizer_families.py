@@ -8,6 +8,7 @@ from typing import Any
 
 from tokenizers import (
     AddedToken,
+    Regex,
     Tokenizer,
     decoders,
     models,
@@ -62,11 +63,19 @@ def added(texts: list[str], special: bool = True) -> list[AddedToken]:
     return [AddedToken(text, special=special, normalized=False) for text in texts]
 
 
-def byte_level(specials: list[str]) -> Tokenizer:
+def byte_level(specials: list[str], split: str | None = None) -> Tokenizer:
     """Byte-level BPE (GPT-2, Qwen, Llama 3): added tokens follow the model's vocabulary."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.normalizer = normalizers.NFC()
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    if split is None:
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    else:
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+            [
+                pre_tokenizers.Split(Regex(split), "isolated"),
+                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+            ]
+        )
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=400, initial_alphabet=alphabet, show_progress=False)
@@ -74,6 +83,14 @@ def byte_level(specials: list[str]) -> Tokenizer:
     tokenizer.add_tokens(added(specials))
     tokenizer.add_tokens(added(["<think>", "</think>"], special=False))
     return tokenizer
+
+
+def byte_level_lines(specials: list[str]) -> Tokenizer:
+    """Byte-level BPE as of Llama 3 and Qwen: a run of line breaks is one piece (GPT-2: two)."""
+    return byte_level(
+        specials,
+        r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+",
+    )
 
 
 def spaces_as_signs(specials: list[str]) -> Tokenizer:
@@ -129,13 +146,13 @@ def family(name: str) -> Any:
             {"eos_token": "<|endoftext|>"},
         ),
         "qwen3": (
-            byte_level,
+            byte_level_lines,
             ["<|endoftext|>", "<|im_start|>", "<|im_end|>"],
             QWEN3,
             {"eos_token": "<|im_end|>"},
         ),
         "llama3": (
-            byte_level,
+            byte_level_lines,
             ["<|bos|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"],
             LLAMA3,
             {"bos_token": "<|bos|>", "eos_token": "<|eot_id|>"},
