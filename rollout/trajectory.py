@@ -8,6 +8,7 @@ from typing import Any, Literal
 
 Role = Literal["prompt", "student", "teacher", "glue"]
 FinishReason = Literal["stop", "length"]
+_STUDENT: tuple[Role, ...] = ("student",)
 
 
 @dataclass(frozen=True)
@@ -133,7 +134,7 @@ class Trajectory:
         self.ids.extend(ids)
         self.logprobs.extend(logprobs)
 
-    def turn_ids(self, roles: Collection[Role] = ("student",)) -> list[int]:
+    def turn_ids(self, roles: Collection[Role] = _STUDENT) -> list[int]:
         """For each id the index of the turn it belongs to among those of `roles`, −1 elsewhere.
 
         This is the only place that says which tokens are trained: those that the student sampled,
