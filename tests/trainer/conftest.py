@@ -97,8 +97,9 @@ def torchrun(tmp_path: Path) -> Callable[..., Any]:
         script.write_text(source)
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
         command += ["--nproc-per-node", str(ranks), str(script), str(out), *arguments]
-        here = str(Path(__file__).parent)
-        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": here}
+        paths = [str(Path(__file__).parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+        path = os.pathsep.join(filter(None, paths))
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": path}
         done = subprocess.run(
             command, capture_output=True, text=True, timeout=timeout_s, env=environment
         )
