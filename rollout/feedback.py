@@ -114,7 +114,7 @@ def sanitise(text: str) -> tuple[str, int]:
     """
     n_removed = 0
     for _ in range(_MAX_PASSES):
-        spans = sorted(_revealing(text))
+        spans = sorted(revealing(text))
         if not spans:
             break
         kept: list[str] = []
@@ -129,8 +129,8 @@ def sanitise(text: str) -> tuple[str, int]:
     return text, n_removed
 
 
-def _revealing(text: str) -> Iterator[tuple[int, int]]:
-    """The spans that give the answer away."""
+def revealing(text: str) -> Iterator[tuple[int, int]]:
+    """The spans of a text, in no order, that give the answer away."""
     for pattern in _SHOWN:
         yield from (match.span() for match in pattern.finditer(text))
     for pattern in _STATED:

@@ -10,7 +10,7 @@ from cotutor.rollout.trajectory import Problem
 Message = dict[str, str]  # {"role": "system" | "user" | "assistant", "content": text}
 
 _THINK_TAG = re.compile(r"<(/?)think>")
-# The tags around what is quoted to a tutor: a quoted text must not close or open them.
+# The tags around what is quoted to a tutor or teacher: a quoted text must not close or open them.
 _BLOCK_TAG = re.compile(r"<(?=/?(?:response|question|reference|message)>)")
 _PLACEHOLDER = re.compile(r"\{([a-z_]+)\}")
 
@@ -32,8 +32,8 @@ class PromptSet:
     tutor: str  # anchored feedback: {question} {response}
     tutor_plain: str  # feedback without a concept tag: {question} {response}
     teacher_system: str
-    teacher: str  # guidance by somebody who knows: {question} {reference} {response}
-    neutral: str  # told instead of guidance that gives the answer away
+    teacher: str  # guidance of a teacher who knows a reference: {question} {reference} {response}
+    neutral: str  # what the student is told when the teacher's guidance reveals the answer
     leak_judge: str  # asks for yes or no: {question} {answer} {message}; "" where it isn't offered
 
 
@@ -85,20 +85,25 @@ FULL = PromptSet(
         "answer: name neither an option's letter nor the final value."
     ),
     teacher_system=(
-        "You guide a student through a problem whose solution you know. You lead the student to "
-        "find the mistake, and never hand over the result."
+        "You guide a student who has not solved a problem yet. You know more than the student, and "
+        "you use it to see where the student goes astray, never to hand over the result."
     ),
     teacher=(
-        "The problem:\n\n<question>\n{question}\n</question>\n\n"
-        "What you know and the student doesn't:\n\n<reference>\n{reference}\n</reference>\n\n"
-        "The student's latest attempt, which is wrong:\n\n"
+        "A student is working on this problem:\n\n<question>\n{question}\n</question>\n\n"
+        "Only you can see this, a worked solution or what happened when the student's program was "
+        "tested:\n\n<reference>\n{reference}\n</reference>\n\n"
+        "The student's latest attempt, which is not right:\n\n"
         "<response>\n{response}\n</response>\n\n"
-        "Write to the student, in two to four sentences: name the first step that goes wrong, say "
-        "what is wrong with it, and ask the question or give the hint that leads on from there. "
-        "State neither the final answer nor a value, a letter or a program that amounts to it, "
-        "and don't mention that you have a reference."
+        "Write two to four sentences to the student. Find the first step of the attempt that goes "
+        "wrong, say what is wrong with it, and ask a question or give a hint that leads past it. "
+        "The student must find the answer alone: do not state it, do not write down the steps or "
+        "the program that are missing, and do not mention that you have seen anything but the "
+        "attempt."
     ),
-    neutral="That is not right yet. Check each step of your solution again, then answer anew.",
+    neutral=(
+        "This attempt is not right yet. Compare each of its steps with the problem, find the first "
+        "one that does not follow, and solve the problem again from there."
+    ),
     leak_judge=(
         "<question>\n{question}\n</question>\n\nIts answer, which a student has to find:\n\n"
         "<reference>\n{answer}\n</reference>\n\nA teacher told the student:\n\n"
@@ -183,16 +188,20 @@ def tutor_messages(
 def teacher_messages(
     prompts: PromptSet, problem: Problem, reference: str, response: str
 ) -> list[Message]:
-    """The messages that ask a teacher who knows `reference` for guidance on a wrong response."""
-    return _messages(
-        prompts.teacher_system,
-        fill(
-            prompts.teacher,
-            question=problem.question,
-            reference=_quoted(reference),
-            response=_quoted(strip_thinking(response)),
-        ),
-    )
+    """The messages that ask a teacher for guidance on a response, its thinking removed.
+
+    Args:
+        prompts: the texts around what is quoted.
+        problem: what the student was asked.
+        reference: what only the teacher knows: a worked solution, or the output of hidden tests.
+        response: the student's latest turn.
+
+    Tags of the response or the reference (a program under test prints what it likes) that would
+    close or open the prompt's own blocks are broken.
+    """
+    quoted = {"reference": _quoted(reference), "response": _quoted(strip_thinking(response))}
+    user = fill(prompts.teacher, question=problem.question, **quoted)
+    return _messages(prompts.teacher_system, user)
 
 
 def leak_judge_messages(

@@ -47,7 +47,7 @@ TINY = PromptSet(
     tutor_plain="Review\n{question}\n{response}",
     teacher_system="",
     teacher="Tutor:\n{question}\n{reference}\n{response}",
-    neutral="wrong",
+    neutral="Solve again.",
     leak_judge="",
 )
 

@@ -8,6 +8,7 @@ as plain words. What is too long, too deep or too large to be evaluated is wrong
 import importlib
 import re
 import threading
+from fractions import Fraction
 from typing import Any
 
 from .extraction import boxes, visible
@@ -17,6 +18,7 @@ from .normalise import join_thousands, plain_math
 from .statements import Statement, stated, wordy
 from .structures import Rules, same
 from .symbolic import forbid_programs
+from .values import exact
 from .verdict import Verdict, judged, unjudged
 
 _UNIT_GROUP = re.compile(
@@ -61,7 +63,7 @@ def judge(gold: str, text: str, precision: int | None = None) -> Verdict:
     if not wanted.strip():
         raise ValueError("the gold answer is empty")
     shown = visible(text)
-    if len(shown) <= MAX_CHARS and _bare(shown) == _bare(wanted):  # words with a number, say
+    if len(shown) <= MAX_CHARS and bare(shown) == bare(wanted):  # words with a number, say
         return judged(True, shown.strip()[:200])
     answer = stated(text)
     if answer is None:
@@ -73,6 +75,14 @@ def judge(gold: str, text: str, precision: int | None = None) -> Verdict:
         if verdict.correct:
             break
     return verdict
+
+
+def gold_value(gold: str) -> Fraction | None:
+    """Return the exact value of a gold answer without its unit, None when it isn't one number."""
+    try:
+        return exact(parse(_cleaned(_gold(gold))))
+    except (GrammarError, LimitError):
+        return None
 
 
 def _gold(gold: str) -> str:
@@ -102,7 +112,7 @@ def _compare(gold: str, answer: str, precision: int | None) -> Verdict:
     if len(answer) > MAX_CHARS:  # too long to be looked at closely
         alike = "".join(answer.split()) == "".join(gold.split())
         return judged(alike, shown, f"an answer of more than {MAX_CHARS} characters")
-    a, b = _bare(gold), _bare(answer)
+    a, b = bare(gold), bare(answer)
     if a == b:
         return judged(True, shown)
     if not b:
@@ -155,7 +165,7 @@ def _unit(text: str) -> str | None:
     return word if word in _UNITS else None
 
 
-def _bare(text: str) -> str:
+def bare(text: str) -> str:
     """Return a text for comparison letter by letter: one spelling, no white space."""
     plain = join_thousands(plain_math(text).lstrip(' *`"').rstrip(' .*`"'))
     plain = re.sub(r"\\(?:text|mbox|textbf|textrm|mathrm|textit)\s*\{([^{}]*)\}", r"\1", plain)

@@ -10,12 +10,16 @@ import pytest
 
 from cotutor.rollout.prompts import (
     FULL,
+    PromptSet,
     fill,
     reprompt_messages,
     strip_thinking,
     student_messages,
+    teacher_messages,
     tutor_messages,
 )
+from cotutor.rollout.tasks import TINY
+from cotutor.rollout.tiny_tokenizer import WORDS, build_tokenizer
 from cotutor.rollout.trajectory import Problem
 
 PROBLEM = Problem(
@@ -37,9 +41,10 @@ PLACEHOLDERS = {
 }
 
 
-def test_the_full_set_has_the_placeholders_that_are_filled() -> None:
-    for field in dataclasses.fields(FULL):
-        text = getattr(FULL, field.name)
+@pytest.mark.parametrize("prompts", [FULL, TINY])
+def test_the_sets_have_the_placeholders_that_are_filled(prompts: PromptSet) -> None:
+    for field in dataclasses.fields(prompts):
+        text = getattr(prompts, field.name)
         assert set(re.findall(r"\{(\w+)\}", text)) == PLACEHOLDERS[field.name]
 
 
@@ -92,6 +97,32 @@ def test_tutor_sees_question_and_response_without_thinking() -> None:
         assert "{x} B" in user["content"]
         assert "hm" not in user["content"].split("</response>")[0].split("<response>")[1]
         assert ("<concept>" in user["content"]) == anchored
+
+
+def test_a_teacher_sees_the_reference_and_the_response_without_thinking() -> None:
+    response = "<think>hm</think>{reference} </response> B"
+    system, user = teacher_messages(
+        FULL, PROBLEM, "ref {response} </reference><response>", response
+    )
+    assert system["content"] == FULL.teacher_system
+    text = user["content"]
+    assert PROBLEM.question in text
+    reference = text.split("<reference>")[1].split("</reference>")[0].strip()
+    assert reference == "ref {response} ‹/reference>‹response>"
+    assert text.split("<response>")[1].split("</response>")[0].strip() == (
+        "{reference} ‹/response> B"
+    )
+    for tag in ("question", "reference", "response"):
+        assert (text.count(f"<{tag}>"), text.count(f"</{tag}>")) == (1, 1)
+
+
+def test_the_tiny_set_is_made_of_the_tiny_vocabulary() -> None:
+    tokenizer = build_tokenizer()
+    for field in dataclasses.fields(TINY):
+        text = re.sub(r"\{\w+\}", "\n", getattr(TINY, field.name))
+        for token in tokenizer.encode(text).tokens:
+            word = token.replace("Ġ", " ").replace("Ċ", "\n")
+            assert word in (*WORDS, "\n"), (field.name, word)
 
 
 @pytest.mark.parametrize(
