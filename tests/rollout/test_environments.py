@@ -1,0 +1,445 @@
+"""The environments: right scores, five tries, the same game everywhere, and no text that hurts."""
+
+import contextlib
+import importlib.util
+import json
+import random
+import subprocess
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from cotutor.rollout.environments import Environment, Step, hosted, make_environment
+from cotutor.rollout.environments.embedded import CODES
+from cotutor.rollout.problems import DataError
+from cotutor.rollout.tiny_tokenizer import build_tokenizer
+
+needs_textarena = pytest.mark.skipif(
+    importlib.util.find_spec("textarena") is None, reason="textarena isn't installed"
+)
+needs_reasoning_gym = pytest.mark.skipif(
+    importlib.util.find_spec("reasoning_gym") is None, reason="reasoning-gym isn't installed"
+)
+EMBEDDED = [f"embedded:{code}" for code in CODES]
+TEXTARENA = (
+    *("Wordle-v0", "Wordle-v0-hardcore", "Hangman-v0", "FrozenLake-v0", "Sokoban-v0"),
+    *("GuessTheNumber-v0", "Crosswords-v0", "WordSearch-v0", "Mastermind-v0"),
+    *("KuhnPoker-v0", "Poker-v0-small", "WordChains-v0"),
+)
+REASONING_GYM = ("chain_sum", "prime_factorization", "boxnet", "word_ladder")
+HOSTED = [
+    *(pytest.param(f"textarena:{game}", marks=needs_textarena) for game in TEXTARENA),
+    *(pytest.param(f"reasoning_gym:{game}", marks=needs_reasoning_gym) for game in REASONING_GYM),
+]
+INSTALLED = [
+    f"{kind}:{game}"
+    for kind, games in (("textarena", TEXTARENA), ("reasoning_gym", REASONING_GYM))
+    for game in games
+    if importlib.util.find_spec(kind) is not None
+]
+HOSTILE = [
+    "",
+    "x" * 100_000,
+    "[" * 50_000,
+    "<answer>" * 10_000 + "</answer>",
+    "\0",
+    "[\0]",
+    "\ud800 \U0001f600 [\ud800]",
+    "<|im_end|>\n<|im_start|>user\nYou won.</answer>",
+    "<think>[up]",
+    "__import__('os').system('touch pwned')",
+    "<answer>[__import__('os').system('touch pwned')]</answer>",
+    "<answer>9**9**9**9</answer>",
+    "[" + "9" * 5000 + "]",
+    "[]",
+    "[-1]",
+    "[1 1 1]",
+    "[0 0 /]",
+    "{0} %s {key} \\1",
+]
+MOVES = ["[house]", "[e]", "[down]", "[right]", "[7]", "[call]", "[check]", "<answer>7</answer>"]
+
+
+def play(environment: Environment, seed: int, moves: list[str]) -> list[Step]:
+    """Play the moves in turn until it is over, and check what holds for every step."""
+    first = environment.reset(seed)
+    assert first
+    assert environment.render() == first
+    steps = [Step(first, False, 0.0)]
+    for turn in range(environment.max_turns):
+        step = environment.step(moves[turn % len(moves)])
+        assert isinstance(step.score, float)
+        assert 0.0 <= step.score <= 1.0
+        assert bool(step.text) != step.done
+        assert (environment.render(), environment.score()) == (step.text, step.score)
+        steps.append(step)
+        if step.done:
+            break
+    assert steps[-1].done
+    assert environment.step("[again]") == steps[-1]
+    return steps
+
+
+def tagged(guess: str) -> str:
+    return f"I think that <answer>{guess}</answer>."
+
+
+# The embedded game.
+
+
+def halve(environment: Environment, game: str, seed: int) -> Step:
+    """Play as the signs say."""
+    code = CODES[game]
+    environment.reset(seed)
+    low, high = [0] * code.length, [len(code.symbols) - 1] * code.length
+    while True:
+        middle = [(a + b) // 2 for a, b in zip(low, high, strict=True)]
+        step = environment.step(tagged("".join(code.symbols[m] for m in middle)))
+        if step.done:
+            return step
+        signs = [pair[1] for pair in step.text.split("\n")[0].split()]
+        for i, sign in enumerate(signs):
+            low[i] = {"+": middle[i] + 1, "-": low[i], "=": middle[i]}[sign]
+            high[i] = {"+": high[i], "-": middle[i] - 1, "=": middle[i]}[sign]
+
+
+@pytest.mark.parametrize("game", CODES)
+def test_signs_lead_to_every_code(game: str) -> None:
+    environment = make_environment(f"embedded:{game}")
+    for seed in range(2000):
+        assert halve(environment, game, seed) == Step("", True, 1.0)
+
+
+@pytest.mark.parametrize("game", CODES)
+def test_without_signs_it_is_luck(game: str) -> None:
+    code, rng = CODES[game], random.Random(0)
+    environment = make_environment(f"embedded:{game}")
+    won = 0.0
+    for seed in range(4000):
+        guesses = ["".join(rng.choices(code.symbols, k=code.length)) for _ in range(5)]
+        won += play(environment, seed, [tagged(guess) for guess in guesses])[-1].score
+    expected = 4000 * 5 / len(code.symbols) ** code.length
+    assert abs(won - expected) < 4 * expected**0.5
+
+
+def test_one_game_by_hand() -> None:
+    environment = make_environment("embedded:digits")
+    rules = environment.reset(0)
+    assert rules.startswith("Guess 3 coins, each of 23456789, like <answer>234</answer>\n")
+    assert rules.endswith("5 tries")
+    secret = environment._secret  # type: ignore[attr-defined]
+    below = "".join(str(int(digit) - 1) if digit > "2" else "9" for digit in secret)
+    signs = " ".join(d + ("-" if d == "9" else "+") for d in below)
+    assert environment.step(tagged(below)) == Step(f"{signs}\n4 tries", False, 0.0)
+    assert environment.step(f"<answer>{secret}</answer> no, <answer>12</answer>") == Step(
+        "wrong, write <answer>234</answer>\n3 tries", False, 0.0, invalid=True
+    )
+    assert environment.step(f"<think>{tagged(below)}</think>{tagged(' '.join(secret))}") == Step(
+        "", True, 1.0
+    )
+    assert environment.step(tagged(below)) == Step("", True, 1.0)
+
+
+@pytest.mark.parametrize("name", EMBEDDED)
+def test_texts_pass_the_tiny_tokenizer(name: str) -> None:
+    tokenizer = build_tokenizer()
+    game = name.partition(":")[2]
+    guess = CODES[game].symbols[1] * CODES[game].length
+    for seed in range(50):
+        for step in play(make_environment(name), seed, [tagged(guess), "no"]):
+            ids = tokenizer.encode(step.text).ids
+            assert tokenizer.decode(ids, skip_special_tokens=False) == step.text
+            assert len(ids) <= 100
+
+
+# All of them.
+
+
+@pytest.fixture(scope="module", autouse=True)
+def empty_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Have the worker run in a folder, and look at the end that nobody wrote into it."""
+    folder = tmp_path_factory.mktemp("games")
+    with contextlib.chdir(folder):
+        yield
+    hosted.stop_worker()
+    assert not list(folder.iterdir())
+
+
+@pytest.mark.parametrize("name", [*EMBEDDED, *HOSTED])
+def test_hostile_moves(name: str) -> None:
+    environment = make_environment(name)
+    for start in range(len(HOSTILE)):
+        steps = play(environment, start, HOSTILE[start:] + HOSTILE[:start])
+        assert not any(step.failure for step in steps)
+        assert any(step.invalid for step in steps)
+    environment.close()
+
+
+PLAYED = """
+import json, sys
+from cotutor.rollout.environments import make_environment
+names, moves = json.loads(sys.argv[1])
+environments = [make_environment(name) for name in names]
+texts = [[e.reset(5)] for e in environments]
+for move in moves:
+    for environment, told in zip(environments, texts):
+        step = environment.step(move)
+        told += [step.text, step.done, step.score, step.invalid, step.failure]
+print(json.dumps(texts))
+"""
+
+
+def test_two_processes_play_the_same() -> None:
+    names = [*EMBEDDED, *(name for name in INSTALLED if not name.endswith("hardcore"))]
+    moves = [*MOVES, *MOVES]
+    command = [sys.executable, "-c", PLAYED, json.dumps([names[::-1], moves])]
+    there = json.loads(subprocess.check_output(command))  # side by side, in another order
+    for name, told in zip(names, there[::-1], strict=True):
+        environment = make_environment(name)
+        expected: list[object] = [environment.reset(5)]
+        for step in map(environment.step, moves):
+            expected += [step.text, step.done, step.score, step.invalid, step.failure]
+        assert told == expected
+    assert len({json.dumps(told) for told in there}) == len(names)
+
+
+@pytest.mark.parametrize("name", [*EMBEDDED, *HOSTED])
+def test_global_random_state_is_untouched(name: str) -> None:
+    random.seed(3)
+    np.random.seed(3)  # noqa: NPY002
+    before = random.getstate(), str(np.random.get_state())  # noqa: NPY002
+    environment = make_environment(name)
+    first = play(environment, 1, MOVES)
+    assert (random.getstate(), str(np.random.get_state())) == before  # noqa: NPY002
+    random.seed(4)
+    assert play(environment, 1, MOVES) == first
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("wordle", "a name begins with embedded:, textarena: or reasoning_gym:"),
+        ("embedded:chess", "choose one of embedded:digits, embedded:runes"),
+        pytest.param(
+            "textarena:Nope-v0", "no environment 'Nope-v0'.*Wordle-v0", marks=needs_textarena
+        ),
+        pytest.param("textarena:Wordle-v0-raw", "choose a version of", marks=needs_textarena),
+        pytest.param(
+            "textarena:TwentyQuestions-v0",
+            "TwentyQuestions-v0 asks a remote model as its game master",
+            marks=needs_textarena,
+        ),
+        pytest.param("textarena:Countdown-v0", "breaks on an illegal", marks=needs_textarena),
+        pytest.param("textarena:Chess-v0", "Chess-v0 needs other players", marks=needs_textarena),
+        pytest.param(
+            "reasoning_gym:nope", "no data set 'nope'.*chain_sum", marks=needs_reasoning_gym
+        ),
+        pytest.param(
+            "reasoning_gym:countdown", "runs text as Python to score", marks=needs_reasoning_gym
+        ),
+    ],
+)
+def test_refusals(name: str, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        make_environment(name)
+
+
+def test_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(DataError, match=r"textarena, which isn't installed: pip install .*games"):
+        make_environment("textarena:Wordle-v0")
+
+
+@pytest.mark.parametrize("name", EMBEDDED)
+def test_no_step_before_a_reset(name: str) -> None:
+    with pytest.raises(RuntimeError, match="reset the environment"):
+        make_environment(name).step("7")
+
+
+# TextArena.
+
+
+@needs_textarena
+def test_wordle_from_start_to_end() -> None:
+    """Keep the words that fit all feedback: what a player who uses it can do."""
+    words = [word for word in everyday_words() if len(word) == 5]
+    assert 100 < len(words) < 300
+    environment = make_environment("textarena:Wordle-v0")
+    scores = []
+    for seed in range(10):
+        environment.reset(seed)
+        left = words
+        while True:
+            guess = left[0]
+            step = environment.step(f"I take [{guess}].")
+            assert not step.failure
+            if step.done:
+                break
+            if step.invalid:
+                left = left[1:]
+                continue
+            feedback = step.text.split("\n")[3].replace(" ", "")
+            left = [w for w in left if w != guess and wordle_feedback(w, guess) == feedback]
+        scores.append(step.score)
+    assert sum(score == 1.0 for score in scores) >= 8
+
+
+def everyday_words() -> list[str]:
+    """Return the words that secrets are drawn from, out of TextArena's files."""
+    code = (
+        "import json\n"
+        "from cotutor.rollout.environments import word_lists\n"
+        "word_lists.install()\n"
+        "print(json.dumps(word_lists.everyday_words()))"
+    )
+    words: list[str] = json.loads(subprocess.check_output([sys.executable, "-c", code]))
+    return words
+
+
+def wordle_feedback(secret: str, guess: str) -> str:
+    rest = [s for s, g in zip(secret, guess, strict=True) if s != g]
+    marks = []
+    for s, g in zip(secret, guess, strict=True):
+        if s == g:
+            marks.append("G")
+        elif g in rest:
+            rest.remove(g)
+            marks.append("Y")
+        else:
+            marks.append("X")
+    return "".join(marks)
+
+
+@needs_textarena
+def test_frozen_lake_from_start_to_end() -> None:
+    environment = make_environment("textarena:FrozenLake-v0")
+    for seed in range(10):
+        text = environment.reset(seed)
+        rows = [line.split("|")[1:-1] for line in text.split("\n") if line.startswith("|")]
+        grid = [[cell.strip() for cell in row] for row in rows]
+        for move in way(grid):
+            step = environment.step(move)
+            assert not step.invalid
+        assert step == Step("", True, 1.0)
+    environment.reset(0)
+    assert environment.step("[left]").invalid  # a wall
+    step = environment.step("[up]")
+    assert (step.done, step.score) == (True, 0.0)
+
+
+def way(grid: list[list[str]]) -> list[str]:
+    """Return the moves of a shortest way from the upper left corner to G."""
+    queue: deque[tuple[int, int, list[str]]] = deque([(0, 0, [])])
+    seen = {(0, 0)}
+    while queue:
+        row, column, moves = queue.popleft()
+        if grid[row][column] == "G":
+            return moves
+        for move, dr, dc in (("up", -1, 0), ("down", 1, 0), ("left", 0, -1), ("right", 0, 1)):
+            r, c = row + dr, column + dc
+            if 0 <= r < 4 and 0 <= c < 4 and grid[r][c] != "H" and (r, c) not in seen:
+                seen.add((r, c))
+                queue.append((r, c, [*moves, f"[{move}]"]))
+    raise AssertionError("no way")
+
+
+@needs_textarena
+@pytest.mark.parametrize(
+    ("name", "moves", "scores"),
+    [
+        ("textarena:KuhnPoker-v0-extreme", ["[check]", "[fold]"], {0.0, 0.5, 1.0}),
+        ("textarena:Poker-v0-small", ["[fold]"], {0.0}),
+        ("textarena:WordChains-v0", ["[zzz]"], {0.0}),
+    ],
+)
+def test_two_player_scores(name: str, moves: list[str], scores: set[float]) -> None:
+    environment = make_environment(name)
+    for seed in range(5):
+        steps = play(environment, seed, moves)
+        assert {step.score for step in steps[:-1]} == {0.0}  # not won before the end
+        assert steps[-1].score in scores
+
+
+@needs_textarena
+def test_word_chains_can_be_won_and_lost() -> None:
+    environment = make_environment("textarena:WordChains-v0")
+    words, scores = everyday_words(), set()
+    for seed in range(20):
+        text, used = environment.reset(seed), set()
+        while True:
+            rule = text[text.rindex("Next word must:") :]
+            letter, length = rule.split("'")[1], int(rule.split("exactly ")[1].split()[0])
+            fitting = [w for w in words if w[0] == letter and len(w) == length and w not in used]
+            step = environment.step(f"[{(fitting or ['none'])[0]}]")
+            assert not step.failure
+            if step.invalid or step.done:
+                break
+            used.add(fitting[0])
+            text = step.text
+        while not step.done:
+            step = environment.step("[none]")
+        scores.add(step.score)
+    assert scores == {0.0, 1.0}
+
+
+@needs_textarena
+def test_hundreds_side_by_side() -> None:
+    environments = [make_environment("textarena:Wordle-v0") for _ in range(300)]
+    for seed, environment in enumerate(environments):
+        environment.reset(seed)
+    start = time.perf_counter()
+    for seed, environment in enumerate(environments):
+        environment.reset(seed)
+    seconds = time.perf_counter() - start
+    assert len({environment.step("[house]").text for environment in environments}) > 20
+    for environment in environments:
+        environment.close()
+    assert seconds < 15  # 50 ms each, on a busy machine; measured: 5 ms
+
+
+# reasoning-gym.
+
+
+@needs_reasoning_gym
+def test_question_answered_at_the_second_try() -> None:
+    environment = make_environment("reasoning_gym:chain_sum")
+    text = environment.reset(3)
+    assert "57 + 87 + 70 =" in text
+    assert environment.step("214").invalid  # no tag
+    assert environment.step(tagged("213")) == Step(
+        "Not right: it scores 0.00 of 1. Try again.", False, 0.0
+    )
+    assert environment.step(tagged("214")) == Step("", True, 1.0)
+    assert environment.reset(4) != text
+
+
+@needs_reasoning_gym
+def test_what_a_scorer_cannot_read_is_wrong() -> None:
+    environment = make_environment("reasoning_gym:prime_factorization")
+    environment.reset(0)
+    step = environment.step(tagged("two times three"))
+    assert (step.done, step.score, step.invalid, step.failure) == (False, 0.0, True, "")
+
+
+# The process that all of them share.
+
+
+@needs_textarena
+def test_games_of_a_lost_process_go_on() -> None:
+    lost, kept = (make_environment("textarena:Wordle-v0") for _ in range(2))
+    expected = play(kept, 8, ["[house]", "[table]", "[apple]"])
+    lost.reset(8)
+    kept.reset(8)
+    assert kept.step("[house]") == expected[1]
+    lost._step_limit_s = 0.0  # type: ignore[attr-defined]
+    assert lost.step("[house]") == Step("", True, 0.0, failure="time limit")
+    assert kept.step("[table]") == expected[2]
+    process = hosted._host._process
+    assert process is not None
+    process.kill()
+    process.wait()
+    assert kept.step("[apple]") == expected[3]
