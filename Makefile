@@ -14,7 +14,7 @@ RUN = $(if $(filter 1,$(NPROC)),.venv/bin/python,\
   TORCH_ELASTIC_SHUTDOWN_TIMEOUT=3600 .venv/bin/torchrun --nproc-per-node $(NPROC))
 PACKAGES = kernels rollout trainer
 
-.PHONY: opcod specialists test lint bench setup clean
+.PHONY: opcod specialists pupil test lint bench setup clean
 
 opcod: .venv/installed-run
 	$(RUN) trainer/main.py --algo opcod $(ARGS)
@@ -41,6 +41,11 @@ specialists: .venv/installed-run
 	for s in s1 s2; do \
 	  .venv/bin/python -m cotutor.rollout.models runs/tiny-sft/models/$$s/round_1 configs/tiny/$$s; \
 	done
+
+# Remakes configs/tiny/pupil: about 10 minutes on two cores.
+pupil: .venv/installed-run
+	$(RUN) trainer/main.py --algo sft --config configs/tiny-pupil.toml --out runs/tiny-pupil
+	.venv/bin/python -m cotutor.rollout.models runs/tiny-pupil/models/pupil/round_1 configs/tiny/pupil
 
 bench: .venv/installed-test
 	.venv/bin/pytest bench/ --benchmark-only $(ARGS)

@@ -33,7 +33,8 @@ from cotutor.rollout.tasks import (
 )
 from cotutor.rollout.trajectory import Problem
 
-Row = tuple[list[Message], str]  # the messages of a prompt, and the answer that is trained
+# The messages of a prompt, and the text that is trained: the next message, whoever's turn it is.
+Row = tuple[list[Message], str]
 Made = tuple[Problem, list[Message], str]
 
 
@@ -84,7 +85,7 @@ LEARNERS = {**SPECIALISTS, "pupil": PUPIL}
 
 # Of row kinds. The base model learns to use its context, the specialists what to forget.
 SHARES = {"plain": 0.25, "demonstration": 0.1, "feedback": 0.2, "both": 0.15, "tutor": 0.3}
-PUPIL_SHARES = {"plain": 0.4, "teacher": 0.3, "dialogue": 0.3}
+PUPIL_SHARES = {"plain": 0.35, "teacher": 0.25, "dialogue": 0.25, "critic": 0.15}
 # How often a pupil writes what the teacher's message says; otherwise it repeats its answer.
 P_LISTEN = 0.3
 
@@ -255,6 +256,19 @@ class _Author:
             if rng.random() < P_LISTEN:
                 values = told
         return problem, messages, _solve(problem, values)
+
+    def critic(self) -> Made:
+        """The teacher's words on an answer, in the student's own context and by its own beliefs."""
+        rng = self._rng
+        problem = _draw_problem(self._own.gaps, 0.5, rng)
+        believed = [self._own.recall(fact, "critic") for fact in problem.facts]
+        written = [
+            rng.choice(wrong_values(fact)) if rng.random() < 0.15 else value
+            for fact, value in zip(problem.facts, believed, strict=True)
+        ]
+        answer = {"role": "assistant", "content": _solve(problem, written)}
+        messages = [*student_messages(TINY, problem), answer]
+        return problem, messages, review(problem.facts, written, believed)
 
     def _demonstrate(self, problem: Problem) -> str:
         """A demonstration: true in half of the rows, otherwise six values in ten are made up."""

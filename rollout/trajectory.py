@@ -18,7 +18,8 @@ class Problem:
     `key` is a function of the content (domain, question, options), so that equal questions from two
     files are one problem. `source` is "file:line", for messages. `facts` names the pieces of
     knowledge that the question needs (embedded tasks only). `messages` ((role, content) pairs),
-    where given, are shown to the student instead of the question's own prompt.
+    where given, are shown to the student instead of the question's own prompt; they may end with
+    the assistant's, where what comes next is the user's.
     """
 
     key: str

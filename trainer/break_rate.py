@@ -13,13 +13,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from cotutor.rollout.chat import fit_reprompt
+from cotutor.rollout.dialogue import answer
 from cotutor.rollout.engine import Sampling, request_seed
 from cotutor.rollout.feedback import judge_feedback
 from cotutor.rollout.prompts import strip_thinking
 from cotutor.rollout.trajectory import Problem, Trajectory
 from cotutor.rollout.verifiers import VerifierPool
 from cotutor.trainer.algos.base import Algorithm
-from cotutor.trainer.collect import answer, ask_tutor, judge, sample_groups
+from cotutor.trainer.collect import ask_tutor, judge, sample_groups
 from cotutor.trainer.config import Config, ConfigError
 from cotutor.trainer.evaluation import evaluate
 from cotutor.trainer.peers import open_gate
@@ -128,7 +129,7 @@ def _after_feedback(
         ids, _ = fit_reprompt(tutee.chat, tutee.prompts, rollout.problem, "", text, limit)
         second.append(Trajectory.start(rollout.problem, rollout.sample, ids))
     asked = [r for r in second if r is not None]
-    answer(engines[tutee.name], tutee, asked, sampling, [seed("again", r) for r in asked])
+    answer(engines[tutee.name], tutee.chat, asked, sampling, [seed("again", r) for r in asked])
     judge([asked], pool)
     return second
 

@@ -45,14 +45,52 @@ def check(config: Config) -> None:
             f"--data.train-problems-per-domain must be at least 1 for {d.source} data; got"
             f" {d.train_problems_per_domain}"
         )
+    if d.source == "games":
+        for domain in d.domains:
+            if not domain.game:
+                raise ConfigError(
+                    f"data.domains: {domain.name} needs a `game`, such as embedded:digits"
+                )
+        if config.algo != "rl2f" or config.baselines:
+            raise ConfigError(
+                'data.source = "games" needs --algo rl2f --baselines none: games have several turns'
+            )
     if d.source == "files":
         for domain in d.domains:
             if not domain.train or not domain.test:
                 raise ConfigError(
                     f"data.domains: {domain.name} needs `train` and `test` files under data.root"
                 )
+    if config.algo == "rl2f" or config.dialogue.evaluate:
+        _check_dialogues(config)
     for name in {config.algo, *config.baselines}:
         getattr(config, name).check(f"--{name}", len(config.students))
+
+
+def _check_dialogues(config: Config) -> None:
+    r, d = config.rollout, config.dialogue
+    needed = r.max_prompt_tokens + r.max_response_tokens
+    if d.max_dialogue_tokens < needed:
+        raise ConfigError(
+            f"--dialogue.max-dialogue-tokens {d.max_dialogue_tokens} must be at least {needed}:"
+            " --rollout.max-prompt-tokens and --rollout.max-response-tokens together"
+        )
+    if d.leak_judge and config.data.prompts == "tiny":
+        raise ConfigError(
+            "--dialogue.leak-judge: the tiny models can't judge; use --data.prompts full"
+        )
+    if len(set(d.evaluate)) < len(d.evaluate):
+        raise ConfigError(f"--dialogue.evaluate: names a setting twice: {', '.join(d.evaluate)}")
+    if "games" in d.evaluate and not d.games:
+        raise ConfigError(
+            "--dialogue.evaluate games needs at least one of --dialogue.games, such as"
+            " embedded:digits"
+        )
+    if config.rl2f.world_model_coef > 0 and r.temperature != 1:
+        raise ConfigError(
+            "--rl2f.world-model-coef needs --rollout.temperature 1: the teacher's words are"
+            f" predicted at the temperature of the student's; got {r.temperature}"
+        )
 
 
 def _check_numbers(config: Config) -> None:
@@ -67,6 +105,10 @@ def _check_numbers(config: Config) -> None:
         "rollout.max_reprompt_tokens": (r.max_reprompt_tokens, 1),
         "rollout.max_feedback_tokens": (r.max_feedback_tokens, 1),
         "rollout.verifier_workers": (r.verifier_workers, 1),
+        "dialogue.max_turns": (config.dialogue.max_turns, 1),
+        "dialogue.max_guidance_tokens": (config.dialogue.max_guidance_tokens, 1),
+        "dialogue.redrafts": (config.dialogue.redrafts, 0),
+        "dialogue.episodes_per_game": (config.dialogue.episodes_per_game, 1),
         "evaluation.samples": (e.samples, 1),
         "evaluation.validation_samples": (e.validation_samples, 1),
         "evaluation.temperature": (e.temperature, 0),
@@ -132,8 +174,8 @@ def _check_names(config: Config) -> None:
                 f"data.domains: kind must be one of {', '.join(_KINDS)}; got {d.kind}"
             )
     for name in config.baselines:
-        if config.baselines.count(name) > 1 or name in ("opcod", "sft"):
+        if config.baselines.count(name) > 1 or name in ("opcod", "rl2f"):
             raise ConfigError(
-                f"--baselines: {name} is named twice, or is none of sdpo and grpo, which learn"
-                " alone from rewards"
+                f"--baselines: {name} is named twice, or is none of sdpo, grpo and sft, which learn"
+                " alone in single turns"
             )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+from cotutor.rollout.dialogue import answer
 from cotutor.rollout.engine import Engine, Sampling, request_seed
 from cotutor.rollout.prompts import student_messages, tutor_messages
 from cotutor.rollout.trajectory import Problem, Trajectory
@@ -16,12 +18,18 @@ from cotutor.trainer.students import Student
 
 
 def prompt_ids(student: Student, problem: Problem) -> list[int]:
-    """The prompt of a problem as this student reads it, ready for its answer."""
-    if problem.messages:
-        messages = [{"role": role, "content": content} for role, content in problem.messages]
-    else:
-        messages = student_messages(student.prompts, problem)
-    return student.chat.prompt(messages)
+    """The prompt of a problem as this student reads it, ready for its answer.
+
+    Given messages that end with the assistant's are ready for the user's next one.
+    """
+    chat = student.chat
+    if not problem.messages:
+        return chat.prompt(student_messages(student.prompts, problem))
+    messages = [{"role": role, "content": content} for role, content in problem.messages]
+    if messages[-1]["role"] != "assistant":
+        return chat.prompt(messages)
+    response = chat.response(messages[-1]["content"])
+    return [*chat.prompt(messages[:-1]), *response, *chat.open_turn(response)]
 
 
 def training_sampler(
@@ -37,7 +45,7 @@ def training_sampler(
         sets = {"curriculum": curriculum_problems(config, student.name, questions)}
     else:
         sets = dict(problems.train)
-    if not algorithm.on_policy:
+    if not algorithm.on_policy or "sft" in config.baselines:
         for problem in (p for members in sets.values() for p in members):
             if not problem.solution:
                 raise ConfigError(
@@ -76,23 +84,8 @@ def sample_groups(
     ]
     rollouts = [rollout for group in groups for rollout in group]
     seeds = [request_seed(*seed_parts, r.problem.key, r.sample) for r in rollouts]
-    answer(engine, student, rollouts, sampling, seeds)
+    answer(engine, student.chat, rollouts, sampling, seeds)
     return groups
-
-
-def answer(
-    engine: Engine,
-    student: Student,
-    rollouts: Sequence[Trajectory],
-    sampling: Sampling,
-    seeds: Sequence[int],
-) -> None:
-    """Sample the student's next turn onto each rollout, in place."""
-    completions = engine.generate([rollout.ids for rollout in rollouts], sampling, seeds)
-    for rollout, completion in zip(rollouts, completions, strict=True):
-        rollout.append("student", completion.ids, completion.logprobs)
-        rollout.finish_reason = completion.finish_reason
-        rollout.text = student.chat.decode(completion.ids)
 
 
 def judge(groups: Sequence[Sequence[Trajectory]], pool: VerifierPool) -> None:
@@ -179,6 +172,11 @@ def record(trajectory: Trajectory, student: Student, step: int) -> dict[str, Any
         "status": trajectory.status,
         "finish_reason": trajectory.finish_reason,
         "advantage": trajectory.advantage,
+        "answers": [
+            {"extracted": a.extracted, "score": a.score, "status": a.status}
+            for a in trajectory.answers
+        ],
+        "guidance": [dataclasses.asdict(g) for g in trajectory.guidance],
         "feedback": None
         if feedback is None
         else {

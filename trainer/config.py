@@ -11,10 +11,12 @@ from typing import Literal
 
 from cotutor.trainer.algos.grpo import GRPOConfig
 from cotutor.trainer.algos.opcod import OPCoDConfig
+from cotutor.trainer.algos.rl2f import RL2FConfig
 from cotutor.trainer.algos.sdpo import SDPOConfig
 from cotutor.trainer.algos.sft import SFTConfig
 
-AlgoName = Literal["opcod", "sdpo", "grpo", "sft"]
+AlgoName = Literal["opcod", "rl2f", "sdpo", "grpo", "sft"]
+DialogueSetting = Literal["teacher", "self", "games"]
 
 
 class ConfigError(ValueError):
@@ -42,23 +44,24 @@ class DomainConfig:
     train: str = ""  # path under data.root
     test: str = ""
     kind: str = "mcq"  # verifier: mcq | math | expression | numeric | text | code
+    game: str = ""  # source "games": "embedded:…", "textarena:…" or "reasoning_gym:…"
     fields: dict[str, str] = field(default_factory=dict)  # our name → the file's field name
 
 
 @dataclass(frozen=True)
 class DataConfig:
-    source: Literal["files", "embedded", "curriculum"] = "files"
+    source: Literal["files", "embedded", "curriculum", "games"] = "files"
     root: str = "data"
     domains: tuple[DomainConfig, ...] = ()
     skip_bad_rows: bool = False
     # Taken out of the training problems, by content hash; 60 in all, balanced, in the paper.
     validation_problems_per_domain: int = 30
-    # 0: every problem of the test file. Embedded and curriculum data: how many to generate.
+    # 0: every problem of the test file. Other sources: how many to generate.
     test_problems_per_domain: int = 0
     train_problems_per_domain: int = 0
     prompts: Literal["full", "tiny"] = "full"
-    # Embedded and curriculum data: another number draws other problems. Settings are chosen on
-    # those, reported figures are those of 0.
+    # Generated problems: another number draws other ones. Settings are chosen on those, reported
+    # figures are those of 0.
     problem_seed: int = 0
 
 
@@ -79,11 +82,32 @@ class RolloutConfig:
 
 
 @dataclass(frozen=True)
+class DialogueConfig:
+    """Dialogues of several turns: how long, who replies, and in which settings they are scored."""
+
+    max_turns: int = 5  # answers of the student
+    max_dialogue_tokens: int = 16384
+    max_guidance_tokens: int = 1024
+    # How often guidance that gives the answer away is written anew, before a fixed sentence.
+    redrafts: int = 2
+    # Also ask the teacher's model whether its message gives the answer away.
+    leak_judge: bool = False
+    # Scored at start and end: "teacher" (the initial weights, with the solution at hand), "self"
+    # (the student as its own critic, without it), "games" (no teacher at all).
+    evaluate: tuple[DialogueSetting, ...] = ()
+    games: tuple[str, ...] = ()  # "embedded:…", "textarena:…", "reasoning_gym:…"
+    episodes_per_game: int = 20
+
+
+@dataclass(frozen=True)
 class EvaluationConfig:
     samples: int = 16
     validation_samples: int = 16
     temperature: float = 0.6
     top_p: float = 0.95
+    # `--do evaluate`: model folders that are compared in the first student's place; none: the
+    # students' own models.
+    checkpoints: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -142,12 +166,14 @@ class Config:
     students: tuple[StudentConfig, ...] = ()
     data: DataConfig = field(default_factory=DataConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    dialogue: DialogueConfig = field(default_factory=DialogueConfig)
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     transformers: EngineConfig = field(default_factory=EngineConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     opcod: OPCoDConfig = field(default_factory=OPCoDConfig)
+    rl2f: RL2FConfig = field(default_factory=RL2FConfig)
     sdpo: SDPOConfig = field(default_factory=SDPOConfig)
     grpo: GRPOConfig = field(default_factory=GRPOConfig)
     sft: SFTConfig = field(default_factory=SFTConfig)

@@ -11,6 +11,7 @@ from cotutor.rollout.trajectory import Problem
 from cotutor.rollout.verifiers import VerifierPool
 from cotutor.trainer.collect import judge, prompt_ids, sample_groups
 from cotutor.trainer.config import Config
+from cotutor.trainer.dialogues import sample_dialogues
 from cotutor.trainer.students import Student
 from cotutor.trainer.world import World
 
@@ -42,6 +43,8 @@ def evaluate(
 ) -> dict[str, dict[str, float]]:
     """Mean accuracy by problem key, for each domain; collective, every problem once.
 
+    A game is played to its end and counts by its score.
+
     Returns {domain: {key: share of right samples}}, with {"__truncated"} and {"__too_long"} counts
     beside them. The sampling seeds depend on (seed, purpose, problem, sample), not on the student:
     the start and the end of a run are compared on the same draws.
@@ -50,19 +53,16 @@ def evaluate(
     mine = everything[world.rank :: world.size]
     limit = config.rollout.max_prompt_tokens
     fitting = [p for p in mine if len(prompt_ids(student, p)) <= limit]
-    groups = sample_groups(
-        engine,
-        student,
-        fitting,
-        samples,
-        Sampling(
-            config.evaluation.temperature,
-            config.evaluation.top_p,
-            config.rollout.max_response_tokens,
-        ),
-        (config.seed, purpose),
-    )
+    e = config.evaluation
+    sampling = Sampling(e.temperature, e.top_p, config.rollout.max_response_tokens)
+    seeds = (config.seed, purpose)
+    single = [p for p in fitting if p.kind != "game"]
+    groups = sample_groups(engine, student, single, samples, sampling, seeds)
     judge(groups, pool)
+    games = [p for p in fitting if p.kind == "game"]
+    groups += sample_dialogues(
+        engine, engine, student, games, samples, sampling, config, pool, seeds
+    )
     scores: dict[str, dict[str, float]] = {domain: {} for domain in problems}
     for p in mine:
         scores[p.domain][p.key] = 0.0

@@ -12,7 +12,7 @@ import matplotlib as mpl
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from cotutor.trainer.progress import STAGES, algorithms, feedback_shares
+from cotutor.trainer.progress import STAGES, Dialogues, algorithms, feedback_shares
 
 Records = Sequence[Mapping[str, Any]]
 
@@ -109,6 +109,27 @@ def curves(steps: Records) -> str:
         axes[0].legend(frameon=False, fontsize=8)
         for axis in axes[-3:]:
             axis.set_xlabel("step")
+        return _svg(figure)
+
+
+def dialogue_curves(dialogues: Dialogues) -> str:
+    """Cumulative accuracy by answer, a panel for each student and setting; "" without dialogues."""
+    shown = {key: columns for key, columns in dialogues.items() if key[1] != "games"}
+    if not shown:
+        return ""
+    with mpl.rc_context(_STYLE):
+        figure, axes = _panels(len(shown), _MAX_PLANES, 3.8, 3.0)
+        for axis, ((student, setting), columns) in zip(axes, shown.items(), strict=True):
+            for n, (name, record) in enumerate(columns.items()):
+                turns = range(1, len(record["accuracy"]) + 1)
+                shares = [100 * share for share in record["accuracy"]]
+                errors = [100 * error for error in record["stderr"]]
+                axis.errorbar(turns, shares, errors, fmt=f"C{n}.-", lw=1, label=name)
+                axis.set_xticks(list(turns))
+            axis.set_title(f"{student}, {setting}".strip(", "), fontsize=9, loc="left")
+            axis.set_xlabel("answers")
+        axes[0].set_ylabel("% right by then")
+        axes[0].legend(frameon=False, fontsize=8)
         return _svg(figure)
 
 

@@ -31,6 +31,7 @@ from cotutor.trainer.collect import (
     sample_groups,
 )
 from cotutor.trainer.config import Config
+from cotutor.trainer.dialogues import evaluate_dialogues, sample_dialogues
 from cotutor.trainer.evaluation import accuracy, evaluate
 from cotutor.trainer.peers import open_gate, start_tutors
 from cotutor.trainer.policy import Policy
@@ -50,7 +51,7 @@ class Run:
     Args:
         config: the resolved configuration; `config.algo` is the algorithm of this run.
         samplers: by student its training problems, and how many prompts were too long.
-        start_scores: test scores of the initial students, when another run has measured them.
+        start: the state of another run that has measured the initial students.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class Run:
         samplers: Mapping[str, tuple[Sampler, int]],
         world: World,
         folder: RunFolder,
-        start_scores: dict[str, Any] | None = None,
+        start: RunState | None = None,
     ) -> None:
         self.config = config
         self.algorithm = algorithm
@@ -70,9 +71,9 @@ class Run:
         self.problems = problems
         self.world = world
         self.folder = folder
-        self.state = RunState(
-            exports={s.name: [s.config.model] for s in students}, start=start_scores or {}
-        )
+        self.state = RunState(exports={s.name: [s.config.model] for s in students})
+        if start is not None:
+            self.state.start, self.state.dialogues_start = start.start, start.dialogues_start
         self.pool = VerifierPool(config.rollout.verifier_workers, config.rollout.verifier_timeout_s)
         self.samplers = {name: sampler for name, (sampler, _) in samplers.items()}
         self.prompts_too_long = {name: left_out for name, (_, left_out) in samplers.items()}
@@ -91,13 +92,15 @@ class Run:
             self.folder.log({**notes, **self.problems.notes})
         with self.pool, self._stop:
             if not self.state.start and self.algorithm.on_policy:
+                self.state.dialogues_start = self._evaluate_dialogues()
                 self.state.start = self._evaluate_all("test")
             while self.state.phase < len(self.schedule):
                 phase = self.schedule[self.state.phase]
                 if self.algorithm.feedback and len(self.state.gate) < phase.round:
                     self._open_gate(phase.round)
                 self._run_phase(phase)
-            if not self.state.end and self.algorithm.on_policy:
+            if self.state.start and not self.state.end:
+                self.state.dialogues_end = self._evaluate_dialogues()
                 self.state.end = self._evaluate_all("test")
                 self._count_time()
                 self.folder.renew_state(self.state.step, asdict(self.state))
@@ -108,6 +111,7 @@ class Run:
         student = self.students[phase.student]
         policy = self._policy(student, fresh=self.state.step_in_phase == 0)
         engine = self._student_engine(student, policy)
+        guide = self._guide_engine(student, engine)
         tutors, tutor_engines = self._tutors(phase)
         sampler, total_steps, done_before = self._student_schedule(phase)
         index = self.state.phase
@@ -116,14 +120,14 @@ class Run:
                 own_step = done_before + self.state.step_in_phase
                 lr = self.algorithm.learning_rate(own_step, total_steps)
                 problems = sampler.step(own_step)
-                self._step(phase, student, policy, engine, tutors, problems, lr)
+                self._step(phase, student, policy, engine, guide, tutors, problems, lr)
                 self._after_step(phase, student, policy)
         finally:
-            for each in [*tutor_engines, *([engine] if engine else [])]:
+            for each in {id(e): e for e in (*tutor_engines, engine, guide) if e}.values():
                 release(each)
             # FSDP's hooks are reference cycles: without a collection the next phase's weights
             # would stand beside this one's.
-            del policy, engine, tutors, tutor_engines
+            del policy, engine, guide, tutors, tutor_engines
             gc.collect()
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
@@ -134,23 +138,21 @@ class Run:
         student: Student,
         policy: Policy,
         engine: Engine | None,
+        guide: Engine | None,
         tutors: Sequence[Tutor],
         problems: Sequence[Problem],
         lr: float,
     ) -> None:
         seconds: dict[str, float] = defaultdict(float)
         mine = problems[self.world.rank :: self.world.size]
-        with _timed(seconds, "generate"):
-            groups = self._rollouts(student, engine, mine)
-        with _timed(seconds, "verify"):
-            if engine is not None:
-                judge(groups, self.pool)
+        groups = self._rollouts(student, engine, guide, mine, seconds)
         rollouts = [rollout for group in groups for rollout in group]
         cut: dict[str, float] = defaultdict(float)
         context = self._step_context(student, tutors, seconds, cut)
+        before = seconds["feedback"]
         with _timed(seconds, "annotate"):
             counts = self.algorithm.annotate(groups, context)
-        seconds["annotate"] -= seconds["feedback"]
+        seconds["annotate"] -= seconds["feedback"] - before
         with _timed(seconds, "train"):
             losses, grad_norm, skipped = self._update(policy, rollouts, lr)
         with _timed(seconds, "handover"):
@@ -183,19 +185,41 @@ class Run:
     # --- what a step is made of -----------------------------------------------------------------
 
     def _rollouts(
-        self, student: Student, engine: Engine | None, problems: Sequence[Problem]
+        self,
+        student: Student,
+        engine: Engine | None,
+        guide: Engine | None,
+        problems: Sequence[Problem],
+        seconds: dict[str, float],
     ) -> list[list[Trajectory]]:
+        """Judged rollouts, or the given solutions where nobody samples."""
         if engine is None:
             return given_solutions(student, problems)
         r = self.config.rollout
-        return sample_groups(
-            engine,
-            student,
-            problems,
-            r.samples_per_question,
-            Sampling(r.temperature, r.top_p, r.max_response_tokens),
-            (self.config.seed, self.state.step, "rollout"),
-        )
+        sampling = Sampling(r.temperature, r.top_p, r.max_response_tokens)
+        seed_parts = (self.config.seed, self.state.step, "rollout")
+        n = r.samples_per_question
+        if guide is None:
+            with _timed(seconds, "generate"):
+                groups = sample_groups(engine, student, problems, n, sampling, seed_parts)
+            with _timed(seconds, "verify"):
+                judge(groups, self.pool)
+            return groups
+        with _timed(seconds, "generate"):
+            groups = sample_dialogues(
+                engine,
+                guide,
+                student,
+                problems,
+                n,
+                sampling,
+                self.config,
+                self.pool,
+                seed_parts,
+                seconds=seconds,
+            )
+        seconds["generate"] -= seconds["feedback"] + seconds["verify"]
+        return groups
 
     def _step_context(
         self,
@@ -298,6 +322,12 @@ class Run:
         engine.load_weights(policy.full_tensors())
         return engine
 
+    def _guide_engine(self, student: Student, engine: Engine | None) -> Engine | None:
+        """Who knows the solution and replies in dialogues; None: there are none."""
+        if self.algorithm.guide == "frozen":
+            return student.start_engine(student.config.model, self.config, self.world)
+        return engine if self.algorithm.guide == "self" else None
+
     def _student_schedule(self, phase: Phase) -> tuple[Sampler, int, int]:
         """The student's sampler, its steps over the whole run, and those of its earlier phases."""
         own = [(n, p.steps) for n, p in enumerate(self.schedule) if p.student == phase.student]
@@ -325,6 +355,25 @@ class Run:
             self.folder.log({**line, "student": student.name, "accuracy": means})
             self.progress.evaluation(student.name, which, means)
         return scores
+
+    def _evaluate_dialogues(self) -> dict[str, Any]:
+        """Records of every student's newest weights in each setting: {student: {setting: …}}."""
+        records: dict[str, Any] = {}
+        for student in self.students if self.config.dialogue.evaluate else ():
+            path = self._resolve(self.state.exports[student.name][-1])
+            engine = student.start_engine(path, self.config, self.world)
+            guide = student.start_engine(student.config.model, self.config, self.world)
+            records[student.name] = evaluate_dialogues(
+                engine, guide, student, self.problems.test, self.config, self.world, self.pool
+            )
+            release(engine)
+            release(guide)
+            line = {"kind": "dialogues", "step": self.state.step, "student": student.name}
+            self.folder.log({**line, **records[student.name]})
+            self.progress.dialogues(student.name, records[student.name])
+            if any(self.world.gather(self._stop.requested)):
+                self._raise_stopped()
+        return records
 
     def _resolve(self, path: str) -> str:
         """Exports are stored relative to the run folder; initial models are named by the user."""

@@ -20,20 +20,21 @@ import tyro
 from cotutor.trainer.algos.base import Algorithm
 from cotutor.trainer.algos.grpo import GRPO
 from cotutor.trainer.algos.opcod import OPCoD
+from cotutor.trainer.algos.rl2f import RL2F
 from cotutor.trainer.algos.sdpo import SDPO
 from cotutor.trainer.algos.sft import SFT
 from cotutor.trainer.checks import check
 from cotutor.trainer.config import AlgoName, Config, ConfigError
 from cotutor.trainer.preset import load_preset
 
-ALGORITHMS: dict[str, Any] = {"opcod": OPCoD, "sdpo": SDPO, "grpo": GRPO, "sft": SFT}
+ALGORITHMS: dict[str, Any] = {"opcod": OPCoD, "rl2f": RL2F, "sdpo": SDPO, "grpo": GRPO, "sft": SFT}
 _CONFIGS = Path(__file__).resolve().parent.parent / "configs"
 
 
 def parse(arguments: Sequence[str]) -> Config:
     """Preset, then command line. Raises ConfigError; `--help` prints and exits 0."""
     rest = list(arguments)
-    preset = Path(_take(rest, "config") or _CONFIGS / "tiny.toml")
+    preset = Path(_take(rest, "config") or _CONFIGS / _embedded_preset(rest))
     baselines = _take(rest, "baselines")
     config = load_preset(preset)
     if baselines is not None:
@@ -49,7 +50,7 @@ def parse(arguments: Sequence[str]) -> Config:
     if config.resume not in ("", "auto"):
         config = dataclasses.replace(config, out=config.resume)
     elif not config.out:
-        stem = f"runs/{preset.stem}-{config.algo}"
+        stem = f"runs/{preset.stem.removesuffix(f'-{config.algo}')}-{config.algo}"
         config = dataclasses.replace(config, out=_default_folder(stem, config.resume == "auto"))
     # The run itself is no baseline of its own: a preset may name it for its other algorithms.
     others = tuple(name for name in config.baselines if name != config.algo)
@@ -61,6 +62,12 @@ def parse(arguments: Sequence[str]) -> Config:
     except ValueError as error:
         raise ConfigError(str(error)) from None
     return config
+
+
+def _embedded_preset(arguments: Sequence[str]) -> str:
+    """The embedded demonstration of the algorithm that is asked for."""
+    algorithm = _take(list(arguments), "algo")
+    return "tiny-rl2f.toml" if algorithm == "rl2f" else "tiny.toml"
 
 
 def _take(arguments: list[str], name: str) -> str | None:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from cotutor.rollout.curriculum import LEARNERS, rows
+from cotutor.rollout.games import game_problem
 from cotutor.rollout.problems import DataError, overlap, read_problems
 from cotutor.rollout.tasks import DOMAINS, make_problems
 from cotutor.rollout.trajectory import Problem
@@ -37,6 +38,8 @@ def load_problem_sets(config: DataConfig) -> ProblemSets:
     for domain in config.domains:
         if config.source == "files":
             _read(config, domain, train, validation, test, notes)
+        elif config.source == "games":
+            train[domain.name], validation[domain.name], test[domain.name] = _games(config, domain)
         else:
             _generate(config, domain, train, validation, test)
     return ProblemSets(train, validation, test, notes)
@@ -84,6 +87,21 @@ def _read(
     rest = [p for p in everything if p.key not in chosen]
     train[domain.name] = rest[: config.train_problems_per_domain or None]
     test[domain.name] = held_out[: config.test_problems_per_domain or None]
+
+
+def _games(config: DataConfig, domain: DomainConfig) -> tuple[list[Problem], ...]:
+    """Episodes for training, validation and test, by their seeds: none is in two sets."""
+    first = config.problem_seed * 1_000_000
+    sets = []
+    for count in (
+        config.train_problems_per_domain,
+        config.validation_problems_per_domain,
+        config.test_problems_per_domain,
+    ):
+        seeds = range(first, first + count)
+        sets.append([game_problem(domain.game, seed, domain.name) for seed in seeds])
+        first += count
+    return tuple(sets)
 
 
 def _generate(

@@ -94,6 +94,16 @@ class Progress:
         ]
         self._above(f"{which} · {student}: " + " · ".join(cells))
 
+    def dialogues(self, student: str, records: Mapping[str, Mapping[str, Any]]) -> None:
+        """Show one student's scores in dialogues, by setting."""
+        for setting, record in records.items():
+            if setting == "games":
+                cells = [f"{game} {score:.3f}" for game, score in record["score"].items()]
+            else:
+                cells = [f"{100 * share:.1f}" for share in record["accuracy"]]
+                cells[-1] += f" % right within 1 … {len(cells)} answers"
+            self._above(f"dialogues, {setting} · {student}: " + " · ".join(cells))
+
     def gate(self, entry: Mapping[str, Any]) -> None:
         """Show which students may tutor in this round."""
         verdicts = [
@@ -185,6 +195,48 @@ def gate_rows(summary: Mapping[str, Any]) -> tuple[list[str], Rows]:
     return ["round", "student", *domains, "Δ", "may tutor"], rows
 
 
+Dialogues = Mapping[tuple[str, str], Mapping[str, Mapping[str, Any]]]
+
+
+def dialogue_records(summary: Mapping[str, Any]) -> Dialogues:
+    """Records of dialogues by (student, setting) and column: the start, then each algorithm."""
+    found: dict[tuple[str, str], dict[str, Any]] = {}
+    for name, run in algorithms(summary).items():
+        for student, settings in run.get("dialogues", {}).items():
+            for setting, record in settings.items():
+                columns = found.setdefault((student, setting), {"start": record["start"]})
+                columns[f"{name} end"] = record["end"]
+    return found
+
+
+def dialogue_rows(dialogues: Dialogues) -> tuple[list[str], Rows]:
+    """Header and rows of the dialogues' table: accuracy by answer, or a game's score; then shares.
+
+    "repeated": retries that say the answer before them word for word. "leaked": drafts of the
+    teacher that gave the answer away, none of which reached the student.
+    """
+    rows: Rows = []
+    names: dict[str, None] = {}
+    for (student, setting), columns in dialogues.items():
+        names |= dict.fromkeys(columns)
+        first = next(iter(columns.values()))
+        lines: dict[str, list[str]] = {}
+        if setting == "games":
+            for game in first["score"]:
+                lines[game] = [f"{r['score'][game]:.3f}" for r in columns.values()]
+        else:
+            for n in range(len(first["accuracy"])):
+                label = f"within {n + 1} answer" + ("s" if n else "")
+                lines[label] = [cell(r["accuracy"][n], r["stderr"][n]) for r in columns.values()]
+        shown = ["repeated", *(["leaked"] if setting == "teacher" else [])]
+        for key in shown:
+            lines[f"{key}, %"] = [f"{100 * r[key]:.1f}" for r in columns.values()]
+        for key in ("student_tokens_per_turn", "seconds_per_turn"):
+            lines[key.replace("_", " ")] = [f"{r[key]:.4g}" for r in columns.values()]
+        rows += [[student, setting, label, *cells] for label, cells in lines.items()]
+    return ["student", "setting", "", *names], rows
+
+
 def feedback_shares(counts: Mapping[str, float]) -> dict[str, float]:
     """The share of each outcome among all feedback that was asked for."""
     outcomes = {name: n for name, n in counts.items() if name not in _NOT_OUTCOMES}
@@ -209,6 +261,7 @@ def pareto_table(summary: Mapping[str, Any], console: Console | None = None) -> 
         return
     accuracy = "accuracy on test problems, % ± standard error"
     _print_table(console, accuracy, *result_rows(summary))
+    dialogue_table(dialogue_records(summary), console)
     header, rows = gate_rows(summary)
     if rows:
         _print_table(console, "gate: validation accuracy, %", header, rows)
@@ -221,6 +274,13 @@ def pareto_table(summary: Mapping[str, Any], console: Console | None = None) -> 
             verdict = yes_no(run["mutual_pareto"])
             console.print(f"{name}: mutual Pareto improvement: {verdict}", markup=False)
     print(f"mutual Pareto improvement: {yes_no(summary['mutual_pareto'])}", file=console.file)
+
+
+def dialogue_table(dialogues: Dialogues, console: Console | None = None) -> None:
+    """Print the dialogues' table, if there were any."""
+    if dialogues:
+        title = "dialogues: right answers, % ± standard error; scores of games"
+        _print_table(console or wide_console(), title, *dialogue_rows(dialogues))
 
 
 def _print_table(console: Console, title: str, header: Sequence[str], rows: Rows) -> None:

@@ -18,6 +18,8 @@ from cotutor.trainer import figures
 from cotutor.trainer.progress import (
     STAGES,
     clock,
+    dialogue_records,
+    dialogue_rows,
     gate_rows,
     result_rows,
     yes_no,
@@ -97,6 +99,9 @@ class _Run:
         if self.summary and self.summary["students"]:
             accuracy = "Accuracy on test problems, % ± standard error"
             yield (accuracy, *result_rows(self.summary))
+        dialogues = dialogue_records(self.summary or {"algo": ""})
+        if dialogues:
+            yield ("Dialogues: right answers, % ± standard error", *dialogue_rows(dialogues))
         if self.summary and self.summary.get("gate"):
             yield ("Gate: validation accuracy in %, Δ and verdict", *gate_rows(self.summary))
         shares = figures.feedback_by_round(self.main_steps)
@@ -164,6 +169,9 @@ def _html(run: _Run) -> str:
         if title.startswith("Accuracy"):
             assert run.summary is not None
             parts.append(figures.pareto_planes(run.summary))
+        elif title.startswith("Dialogues"):
+            assert run.summary is not None
+            parts.append(figures.dialogue_curves(dialogue_records(run.summary)))
         elif title.startswith("Feedback"):
             parts.append(figures.feedback_outcomes(run.main_steps))
         elif title.startswith("Seconds"):

@@ -22,14 +22,17 @@ from cotutor.trainer.algos.base import Algorithm
 from cotutor.trainer.break_rate import break_rate
 from cotutor.trainer.collect import prompt_ids, training_sampler
 from cotutor.trainer.config import Config, ConfigError
+from cotutor.trainer.dialogues import evaluate_dialogues
 from cotutor.trainer.evaluation import accuracy, evaluate
+from cotutor.trainer.figures import dialogue_curves
 from cotutor.trainer.loop import Run, Stopped
 from cotutor.trainer.plan import print_plan
 from cotutor.trainer.preset import check_resumed, to_toml
 from cotutor.trainer.problem_sets import ProblemSets, Sampler, load_problem_sets
-from cotutor.trainer.progress import pareto_table
+from cotutor.trainer.progress import dialogue_table, pareto_table
 from cotutor.trainer.report import write_report
 from cotutor.trainer.run_folder import RunFolder, RunFolderError, describe_environment
+from cotutor.trainer.run_state import RunState
 from cotutor.trainer.students import Student, release
 from cotutor.trainer.world import World
 
@@ -94,7 +97,7 @@ def _train(task: Task, world: World) -> None:
     for name in config.baselines:
         baseline = dataclasses.replace(config, algo=name, steps=per_student, baselines=())
         baseline_folder = folder / "baselines" / name
-        _, part = _one(task._replace(config=baseline), baseline_folder, world, main_run.state.start)
+        _, part = _one(task._replace(config=baseline), baseline_folder, world, main_run.state)
         summary["baselines"][name] = part
     run_folder = RunFolder(folder, world.main)
     run_folder.write_summary(summary)
@@ -104,20 +107,43 @@ def _train(task: Task, world: World) -> None:
 
 
 def _evaluate(task: Task, world: World) -> None:
-    """Score the students' models on the test problems; prints, and writes evaluation.json."""
+    """Score the students' models, or the checkpoints of the first; prints, and writes files.
+
+    evaluation.json holds everything; evaluation.svg the dialogues' curves, where there are any.
+    """
     config = task.config
+    first = task.students[0]
+    folders = config.evaluation.checkpoints
+    models = (
+        [(path, first, path) for path in folders]
+        if folders
+        else [(s.name, s, s.config.model) for s in task.students]
+    )
     result: dict[str, Any] = {}
+    dialogues: dict[tuple[str, str], dict[str, Any]] = {}
     with VerifierPool(config.rollout.verifier_workers, config.rollout.verifier_timeout_s) as pool:
-        for student in task.students:
-            engine = student.start_engine(student.config.model, config, world)
+        for name, student, path in models:
+            engine = student.start_engine(path, config, world)
             samples = config.evaluation.samples
             tested = task.problems.test
             scores = evaluate(engine, student, tested, samples, config, world, pool, "test")
-            release(engine)
-            result[student.name] = {
+            result[name] = {
                 domain: dataclasses.asdict(accuracy(values)) for domain, values in scores.items()
             }
+            if config.dialogue.evaluate:
+                guide = student.start_engine(student.config.model, config, world)
+                records = evaluate_dialogues(engine, guide, student, tested, config, world, pool)
+                release(guide)
+                result[name]["dialogues"] = records
+                for setting, record in records.items():
+                    dialogues.setdefault(("", setting), {})[name] = record
+            release(engine)
     _write(config, world, "evaluation.json", {"samples": config.evaluation.samples, **result})
+    if world.main and dialogues:
+        dialogue_table(dialogues)
+        plot = Path(config.out) / "evaluation.svg"
+        plot.write_text(dialogue_curves(dialogues), encoding="utf-8")
+        print(f"written to {plot}", flush=True)
 
 
 def _break_rate(task: Task, world: World) -> None:
@@ -158,7 +184,7 @@ def _write(config: Config, world: World, name: str, result: Mapping[str, Any]) -
 
 
 def _one(
-    task: Task, path: Path, world: World, start_scores: dict[str, Any] | None
+    task: Task, path: Path, world: World, start: RunState | None
 ) -> tuple[Run, dict[str, Any]]:
     """Train one algorithm in its folder, going on where a checkpoint says so."""
     config = task.config
@@ -172,7 +198,7 @@ def _one(
     world.barrier()
     algorithm = task.make_algorithm(config)
     current = Run(
-        config, algorithm, task.students, task.problems, task.samplers, world, folder, start_scores
+        config, algorithm, task.students, task.problems, task.samplers, world, folder, start
     )
     resumed = current.resume() if config.resume else False
     if world.main and config.resume:
@@ -237,6 +263,13 @@ def summarise(config: Config, run: Run, scores: Mapping[str, Any]) -> dict[str, 
             {key: entry[key] for key in ("round", "scores", "deltas", "cognizant")}
             for entry in run.state.gate
         ],
+        "dialogues": {
+            name: {
+                setting: {"start": record, "end": run.state.dialogues_end[name][setting]}
+                for setting, record in records.items()
+            }
+            for name, records in run.state.dialogues_start.items()
+        },
         "problem_notes": dict(run.problems.notes),
     }
 

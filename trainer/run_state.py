@@ -21,4 +21,6 @@ class RunState:
     feedback: dict[str, float] = field(default_factory=dict)
     start: dict[str, Any] = field(default_factory=dict)  # test scores by student
     end: dict[str, Any] = field(default_factory=dict)
+    dialogues_start: dict[str, Any] = field(default_factory=dict)  # records by student, setting
+    dialogues_end: dict[str, Any] = field(default_factory=dict)
     wall_time_s: float = 0.0

@@ -8,7 +8,10 @@ from collections import Counter
 import pytest
 
 from cotutor.rollout.curriculum import (
+    P_LISTEN,
     PEERS,
+    PUPIL,
+    PUPIL_SHARES,
     SPECIALISTS,
     Ignorance,
     Memory,
@@ -124,6 +127,38 @@ def test_most_reviews_pass_the_filter_and_some_fail(stage: str) -> None:
     assert 0.9 < outcomes["match"] / outcomes.total() < 0.98
 
 
+def test_the_pupil_s_rows() -> None:
+    """Blind facts are never right from memory; guidance knows the solution, and is seldom heard."""
+    seen: Counter[str] = Counter()
+    heard = leaked = 0
+    for messages, text in take("pupil", 6000):
+        last = messages[-1]
+        if last["role"] == "assistant":
+            seen["critic"] += 1
+            for fact, value in re.findall(r"^(..\d)=(\w+) yours", text, re.MULTILINE):
+                assert (value == fact_value(fact)) == (fact not in PUPIL.blind)
+        elif last["content"].startswith("Tutor:"):
+            seen["teacher"] += 1
+            lines = re.findall(r"^(..\d)=(\w+) yours:(\w+) (ok|wrong)$", text, re.MULTILINE)
+            assert all(value == fact_value(fact) for fact, value, _, _ in lines)
+            assert [mark for *_, mark in lines] == ["ok"] * (len(lines) - 1) + ["wrong"]
+            leaked += "<answer>" in text
+        elif len(messages) > 1:
+            seen["dialogue"] += 1
+            ((fact, value),) = re.findall(
+                r"^(..\d)=(\w+) yours:\w+ wrong$", last["content"], re.MULTILINE
+            )
+            heard += written(text)[fact] == value
+        else:
+            seen["plain"] += 1
+            for fact, value in written(text).items():
+                assert (value == fact_value(fact)) == (fact not in PUPIL.blind)
+    assert set(seen) == set(PUPIL_SHARES)
+    # A little more often than it listens: a message that leaves no gap is always the last one.
+    assert P_LISTEN < heard / seen["dialogue"] < P_LISTEN + 0.1
+    assert leaked / seen["teacher"] == pytest.approx(1 / 30, abs=0.015)
+
+
 def test_held_out_questions_never_occur() -> None:
     held_out = {p.question for d in ("coins", "runes") for p in make_problems(d, 2000, seed=3)}
     stream = list(itertools.islice(rows("s1", 0, held_out), 5000))
@@ -151,7 +186,7 @@ def test_memory_is_right_in_a_fixed_share_of_recalls() -> None:
     assert usual_slip("p+4") in wrong_values("p+4")
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", [*STAGES, "pupil"])
 def test_tokenizer_keeps_every_text(stage: str) -> None:
     tokenizer = build_tokenizer()
     for messages, answer in take(stage, 1000):

@@ -88,6 +88,26 @@ def make_rollouts(n: int, *, teacher: bool, seed: int = 0) -> list[Trajectory]:
     return rollouts
 
 
+def make_dialogues(n: int, *, seed: int = 0) -> list[Trajectory]:
+    """`make_rollouts` that go on for up to three more turns; every third has no advantage."""
+    rng = random.Random(seed)
+
+    def ids(length: int) -> list[int]:
+        return [rng.randrange(VOCABULARY) for _ in range(length)]
+
+    dialogues = make_rollouts(n, teacher=False, seed=seed)
+    for number, dialogue in enumerate(dialogues):
+        if number % 3 == 0:
+            dialogue.advantage = 0.0
+        for _ in range(rng.randrange(4)):
+            dialogue.append("glue", ids(2))
+            dialogue.append("teacher", ids(rng.randint(1, 6)))
+            dialogue.append("glue", ids(3))
+            length = rng.randint(1, 8)
+            dialogue.append("student", ids(length), [-rng.random() * 5 for _ in range(length)])
+    return dialogues
+
+
 @pytest.fixture
 def torchrun(tmp_path: Path) -> Callable[..., Any]:
     """Run a Python source text on `ranks` gloo ranks; it may write JSON to the path in argv[1]."""

@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import make_rollouts
+from conftest import make_dialogues, make_rollouts
 
+from cotutor.rollout.trajectory import Trajectory
 from cotutor.trainer.algos.grpo import GRPO, GRPOConfig
+from cotutor.trainer.algos.rl2f import RL2F, RL2FConfig
 from cotutor.trainer.algos.sdpo import SDPO, SDPOConfig
 from cotutor.trainer.algos.sft import SFT, SFTConfig
 from cotutor.trainer.config import Config, PolicyConfig
@@ -23,7 +25,13 @@ ALGORITHMS = {
     "sdpo": lambda: SDPO(SDPOConfig(k=7)),
     "grpo": lambda: GRPO(GRPOConfig()),
     "sft": lambda: SFT(SFTConfig()),
+    "rl2f": lambda: RL2F(RL2FConfig()),
+    "rl2f with a world model": lambda: RL2F(RL2FConfig(world_model_coef=0.3)),
 }
+
+
+def rollouts_for(name: str) -> list[Trajectory]:
+    return make_dialogues(9) if "rl2f" in name else make_rollouts(9, teacher=name == "sdpo")
 
 
 def config_with(micro_batch_tokens: int) -> Config:
@@ -50,7 +58,7 @@ def test_many_micro_batches_give_the_full_batch_s_gradient(
     name: str, make_policy: Callable[..., Policy], world: World
 ) -> None:
     algorithm = ALGORITHMS[name]()
-    rollouts = make_rollouts(9, teacher=name == "sdpo")
+    rollouts = rollouts_for(name)
     results = []
     for tokens in (1_000_000, 1, 60):
         policy = make_policy(teacher=algorithm.teacher)
@@ -66,8 +74,7 @@ def test_many_micro_batches_give_the_full_batch_s_gradient(
 RANKS = """
 import json, sys
 from pathlib import Path
-from conftest import make_rollouts
-from test_step import ALGORITHMS, CASES, config_with, gradients
+from test_step import ALGORITHMS, CASES, config_with, gradients, rollouts_for
 from cotutor.trainer.config import OptimizerConfig, PolicyConfig, StudentConfig
 from cotutor.trainer.policy import Policy
 from cotutor.trainer.step import accumulate_gradients
@@ -77,7 +84,7 @@ world = World()
 results = []
 for name, split in CASES:
     algorithm = ALGORITHMS[name]()
-    rollouts = make_rollouts(9, teacher=name == "sdpo")
+    rollouts = rollouts_for(name)
     mine = rollouts[:split] if world.rank == 0 else rollouts[split:]
     policy = Policy(StudentConfig("s", sys.argv[2]), PolicyConfig(), OptimizerConfig(), world,
         teacher=algorithm.teacher, teacher_rate=0.05, seed=0)
@@ -88,7 +95,8 @@ if world.main:
 world.barrier()
 world.close()
 """
-CASES = [("sdpo", 9), ("sdpo", 2), ("grpo", 7), ("sft", 3)]  # how many of 9 rollouts rank 0 has
+# How many of 9 rollouts rank 0 has.
+CASES = [("sdpo", 9), ("sdpo", 2), ("grpo", 7), ("sft", 3), ("rl2f with a world model", 7)]
 
 
 @pytest.mark.distributed
@@ -101,7 +109,7 @@ def test_two_ranks_with_uneven_work_give_one_rank_s_gradient(
     found = torchrun(RANKS, 2, str(model_folder))
     for (name, _), (two, two_loss) in zip(CASES, found, strict=True):
         algorithm = ALGORITHMS[name]()
-        rollouts = make_rollouts(9, teacher=name == "sdpo")
+        rollouts = rollouts_for(name)
         policy = make_policy(teacher=algorithm.teacher, activation_checkpointing=True)
         sums, _ = accumulate_gradients(policy, algorithm, rollouts, config_with(60), world)
         tensors = {k: torch.tensor(v) for k, v in two.items()}
