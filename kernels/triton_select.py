@@ -5,8 +5,9 @@
 2. `_filter_kernel` reads these blocks, once, and lists the logits that reach the K-th largest
    maximum: a little over K of them on real rows.
 3. `_select_kernel` finds the exact K-th largest of the list bit by bit and takes equal logits from
-   the lowest id up. A row that lists more than the list holds (plateaus), or that has fewer than K
-   blocks, is searched in its blocks instead, read once per bit: exact on any row.
+   the lowest id up. A row that lists more than the list holds is taken from its blocks instead: in
+   one read where fewer than K logits lie above the bound (plateaus), otherwise (sorted rows, fewer
+   than K blocks) in five: a histogram of each byte of the keys first. Exact on any row.
 
 As in triton_topk.py the statistics of the visited blocks are rewritten without the chosen ids;
 listed logits that aren't chosen go into the last block, which holds no token of its own.
@@ -32,6 +33,7 @@ from .triton_topk import (
 
 TILE = 16  # candidate blocks that one program holds at a time
 LOWEST = tl.constexpr(-2147483648)  # sorts below every float
+SIGN = tl.constexpr(1 << 31)
 
 
 @triton.jit
@@ -99,7 +101,7 @@ def _filter_kernel(
     bounds_ptr,  # (rows,) int32
     list_ids_ptr,  # (rows, LIST) int32, out
     list_values_ptr,  # (rows, LIST) float32, out
-    counts_ptr,  # (rows,) int32, out: logits at or above the bound, also beyond LIST
+    counts_ptr,  # (rows, 2) int32, out: logits at or above the bound, also beyond LIST; above it
     maxima_ptr,  # (rows, blocks) float32, rewritten at the candidates
     sums_ptr,  # (rows, blocks) float32, rewritten at the candidates
     taus_ptr,  # (rows,) float32 or unused
@@ -126,10 +128,12 @@ def _filter_kernel(
     maxima_ptr += wide * blocks
     sums_ptr += wide * blocks
     taken = tl.full((), 0, tl.int32)
+    above = tl.full((), 0, tl.int32)
     for start in range(0, keep, TILE):
         block, column, z, key = _load_blocks(
             z_ptr, stride_column, candidates_ptr, start, keep, vocab, TILE, BLOCK
         )
+        above += tl.sum(tl.sum((key > bound).to(tl.int32), 1), 0)
         high = (key >= bound) & (key > LOWEST)
         place, taken = _places(high, taken)
         at = wide * LIST + place
@@ -139,7 +143,8 @@ def _filter_kernel(
         candidate = start + tl.arange(0, TILE) < keep
         tl.store(maxima_ptr + block, top, mask=candidate)
         tl.store(sums_ptr + block, total, mask=candidate)
-    tl.store(counts_ptr + row, taken)
+    tl.store(counts_ptr + wide * 2, taken)
+    tl.store(counts_ptr + wide * 2 + 1, above)
 
 
 @triton.jit
@@ -171,25 +176,46 @@ def _select_from_list(
 
 
 @triton.jit
-def _select_from_blocks(
-    z_ptr, stride_column, candidates_ptr, keep, vocab, ids_ptr, values_ptr, maxima_ptr, sums_ptr, k,
-    inverse_tau, TILE: tl.constexpr, BLOCK: tl.constexpr,
+def _next_digit(
+    z_ptr, stride_column, candidates_ptr, keep, vocab, prefix, needed, shift,
+    TILE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """The k largest logits of the candidate blocks, which are read once per bit."""
-    bound = tl.full((), LOWEST, tl.int32)
-    above = tl.full((), 0, tl.int32)
-    for i in range(33):  # 32 bits, then the count above the bound that they give
-        higher = tl.where(i == 0, 0, bound | (1 << tl.maximum(0, tl.minimum(31 - i, 30))))
-        higher = tl.where(i == 32, bound, higher)
-        count = tl.full((), 0, tl.int32)
-        above = tl.full((), 0, tl.int32)
-        for start in range(0, keep, TILE):
-            block, column, z, key = _load_blocks(
-                z_ptr, stride_column, candidates_ptr, start, keep, vocab, TILE, BLOCK
-            )
-            count += tl.sum(tl.sum((key >= higher).to(tl.int32), 1), 0)
-            above += tl.sum(tl.sum((key > higher).to(tl.int32), 1), 0)
-        bound = tl.where(count >= k, higher, bound)
+    """The byte at `shift` of the `needed`-th largest unsigned key that starts with `prefix`.
+
+    Returns the longer prefix, and which of the keys that start with it is sought.
+    """
+    bins = tl.arange(0, 256)
+    counts = tl.zeros((256,), tl.int32)
+    for start in range(0, keep, TILE):
+        _block, _column, _z, key = _load_blocks(
+            z_ptr, stride_column, candidates_ptr, start, keep, vocab, TILE, BLOCK
+        )
+        digit = (key.to(tl.uint32, bitcast=True) ^ SIGN ^ prefix) >> shift
+        # what starts otherwise falls into bin 0, whose count nothing depends on
+        digit = tl.where(digit < 256, digit, 0).to(tl.int32)
+        counts += tl.histogram(tl.reshape(digit, (TILE * BLOCK,)), 256)
+    higher = tl.sum(counts, 0) - tl.cumsum(counts, 0)
+    found = tl.max(tl.where(higher + counts >= needed, bins, 0), 0)
+    needed -= tl.sum(tl.where(bins > found, counts, 0), 0)
+    return prefix | (found.to(tl.uint32) << shift), needed
+
+
+@triton.jit
+def _select_from_blocks(
+    z_ptr, stride_column, candidates_ptr, keep, vocab, ids_ptr, values_ptr, maxima_ptr, sums_ptr,
+    bound, needed, digits, inverse_tau, TILE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The logits of the candidate blocks above `bound`, and the first `needed` equal to it.
+
+    With `digits` = 4 the bound isn't known: it is the `needed`-th largest key, found first.
+    """
+    prefix = tl.where(digits > 0, tl.full((), 0, tl.uint32), bound.to(tl.uint32, bitcast=True))
+    for i in range(digits):
+        prefix, needed = _next_digit(
+            z_ptr, stride_column, candidates_ptr, keep, vocab, prefix, needed, 24 - 8 * i,
+            TILE, BLOCK,
+        )  # fmt: skip
+    bound = tl.where(digits > 0, (prefix ^ SIGN).to(tl.int32, bitcast=True), bound)
     ties = tl.full((), 0, tl.int32)
     taken = tl.full((), 0, tl.int32)
     for start in range(0, keep, TILE):
@@ -198,7 +224,7 @@ def _select_from_blocks(
         )
         equal = (key == bound) & (key > LOWEST)
         rank, ties = _places(equal, ties)
-        chosen = (key > bound) | (equal & (rank < k - above))
+        chosen = (key > bound) | (equal & (rank < needed))
         place, taken = _places(chosen, taken)
         tl.store(ids_ptr + place, column.to(tl.int64), mask=chosen)
         tl.store(values_ptr + place, z, mask=chosen)
@@ -212,9 +238,10 @@ def _select_from_blocks(
 def _select_kernel(
     z_ptr,  # (rows, V) any float dtype
     candidates_ptr,  # (rows, keep) int32, ascending
+    bounds_ptr,  # (rows,) int32, or unused
     list_ids_ptr,  # (rows, LIST) int32, ascending, or unused
     list_values_ptr,  # (rows, LIST) float32, or unused
-    counts_ptr,  # (rows,) int32, or unused
+    counts_ptr,  # (rows, 2) int32, or unused
     ids_ptr,  # (rows, K) int64, out, ascending
     values_ptr,  # (rows, K) float32, out: the logits at the ids
     maxima_ptr,  # (rows, blocks) float32, rewritten
@@ -243,8 +270,15 @@ def _select_kernel(
     values_ptr += wide * k
     maxima_ptr += wide * blocks
     sums_ptr += wide * blocks
+    bound = tl.full((), LOWEST, tl.int32)
+    needed = k
+    digits = 4
     if LIST > 0:
-        count = tl.load(counts_ptr + row)
+        count = tl.load(counts_ptr + wide * 2)
+        above = tl.load(counts_ptr + wide * 2 + 1)
+        bound = tl.load(bounds_ptr + row)
+        needed = tl.where(above < k, k - above, k)
+        digits = tl.where(above < k, 0, 4)
         if count <= LIST:
             _select_from_list(
                 list_ids_ptr + wide * LIST, list_values_ptr + wide * LIST, count,
@@ -254,7 +288,7 @@ def _select_kernel(
     z_ptr += _row_start(row, inner, stride_outer, stride_inner)
     _select_from_blocks(
         z_ptr, stride_column, candidates_ptr, keep, vocab, ids_ptr, values_ptr, maxima_ptr,
-        sums_ptr, k, inverse_tau, TILE, BLOCK,
+        sums_ptr, bound, needed, digits, inverse_tau, TILE, BLOCK,
     )  # fmt: skip
 
 
@@ -266,7 +300,8 @@ def select(
     keep = min(k, blocks - 1)
     device = logits.device
     candidates = torch.empty(rows, keep, dtype=torch.int32, device=device)
-    bounds, counts = (torch.empty(rows, dtype=torch.int32, device=device) for _ in range(2))
+    bounds = torch.empty(rows, dtype=torch.int32, device=device)
+    counts = torch.empty(rows, 2, dtype=torch.int32, device=device)
     ids = torch.empty(rows, k, dtype=torch.int64, device=device)
     values = torch.empty(rows, k, device=device)
     taus, inverse, has_taus = temperature_arguments(tau, values)
@@ -288,7 +323,7 @@ def select(
             blocks, keep, vocab, inverse, LIST=length, num_warps=max(1, tile // 2), **sizes,
         )  # fmt: skip
     _select_kernel[(rows,)](
-        flat, candidates, list_ids, list_values, counts, ids, values, *statistics, taus, *layout,
-        blocks, keep, k, vocab, inverse, LIST=length, num_warps=tile, **sizes,
+        flat, candidates, bounds, list_ids, list_values, counts, ids, values, *statistics, taus,
+        *layout, blocks, keep, k, vocab, inverse, LIST=length, num_warps=tile, **sizes,
     )  # fmt: skip
     return ids, values
