@@ -150,7 +150,7 @@ def main() -> int:
     spilled = [entry for entry in entries if entry["local"] or entry["stack"]]
     from provenance import write_record
 
-    write_record(options.out, "entries", entries)
+    write_record(options.out, entries=entries)
     print(f"{len(entries)} kernel launches compiled, {len(spilled)} use local memory or stack")
     for entry in spilled:
         print("spills:", entry)

@@ -42,10 +42,31 @@ def trl(hidden: Tensor, weight: Tensor, targets: Tensor):
     return selective_log_softmax(logits, targets), entropy_from_logits(logits)
 
 
+def trl_rows(logits: Tensor, targets: Tensor, entropy: bool):
+    """The same from logits; their entropy alone takes a second pass."""
+    from trl.trainer.utils import selective_log_softmax, selective_log_softmax_and_entropy
+
+    if entropy:
+        return selective_log_softmax_and_entropy(logits.float(), targets)
+    return selective_log_softmax(logits.float(), targets), None
+
+
+def our_rows(logits: Tensor, targets: Tensor, entropy: bool):
+    out = token_logprobs(logits, targets, entropy=entropy)
+    return out.logprobs, out.entropy
+
+
+def plain_rows(logits: Tensor, targets: Tensor, entropy: bool):
+    log_p = logits.float().log_softmax(-1)
+    entropies = -(log_p.exp() * log_p).sum(1) if entropy else None
+    return log_p.gather(1, targets[:, None])[:, 0], entropies
+
+
 def cce(hidden: Tensor, weight: Tensor, targets: Tensor):
     from cut_cross_entropy import linear_cross_entropy
 
-    return -linear_cross_entropy(hidden, weight, targets, reduction="none"), None
+    kind = "cce" if hidden.device.type == "cuda" else "torch_compile"
+    return -linear_cross_entropy(hidden, weight, targets, reduction="none", impl=kind), None
 
 
 def liger(hidden: Tensor, weight: Tensor, targets: Tensor):
@@ -57,6 +78,26 @@ def liger(hidden: Tensor, weight: Tensor, targets: Tensor):
     return -(loss[0] if isinstance(loss, tuple) else loss), None
 
 
+def liger_grpo(hidden: Tensor, weight: Tensor, targets: Tensor):
+    """With advantage 1, no KL term and ratio 1 (CISPO) the loss is the mean of -log p."""
+    from liger_kernel.chunked_loss import LigerFusedLinearGRPOLoss
+
+    loss_of = LigerFusedLinearGRPOLoss(
+        beta=0.0,
+        loss_type="cispo",
+        epsilon_high=2.0,
+        use_ref_model=False,
+        compiled=hidden.device.type == "cuda",
+    )
+    # of equal length, because the library chunks over answers
+    answers = len(targets) // 128 if len(targets) % 128 == 0 else 1
+    ones = torch.ones(answers, len(targets) // answers, device=hidden.device)
+    loss, _ = loss_of(
+        hidden.view(*ones.shape, -1), weight, targets.view_as(ones).long(), ones, ones[:, 0]
+    )
+    return -loss * len(targets), None
+
+
 PEERS: dict[str, tuple[Function, str | None, bool, str]] = {
     # name: function, package it needs, needs a GPU, what it does otherwise
     "cotutor": (ours, None, False, ""),
@@ -64,8 +105,16 @@ PEERS: dict[str, tuple[Function, str | None, bool, str]] = {
     "plain PyTorch": (plain, None, False, ""),
     "torch.compile": (torch.compile(plain, dynamic=False), None, False, "of the plain code"),
     "TRL": (trl, "trl", False, ""),
-    "cut-cross-entropy": (cce, "cut_cross_entropy", True, "no entropy"),
-    "Liger": (liger, "liger_kernel", True, "no entropy; only the sum over rows"),
+    "cut-cross-entropy": (
+        cce, "cut_cross_entropy", False, "no entropy; on a CPU its torch.compile implementation"
+    ),
+    "Liger, cross-entropy": (liger, "liger_kernel", True, "no entropy; only the sum over rows"),
+    "Liger, GRPO": (liger_grpo, "liger_kernel", False, "no entropy; only the sum over rows"),
+}  # fmt: skip
+ROWS: dict[str, tuple[Callable, str | None]] = {
+    "cotutor": (our_rows, None),
+    "plain PyTorch": (plain_rows, None),
+    "TRL": (trl_rows, "trl"),
 }
 
 
@@ -108,7 +157,7 @@ def check(name: str, function: Function, bench: Bench) -> str:
 @pytest.mark.parametrize("name", PEERS)
 def bench_linear_token_logprobs(benchmark, bench, name):
     function, package, needs_gpu, note = PEERS[name]
-    skip_unless_possible(bench, package, needs_gpu)
+    skip_unless_possible(bench, "linear_token_logprobs", name, package, needs_gpu)
     checked = bench.checked(f"linear_token_logprobs {name}", lambda: check(name, function, bench))
     shape = bench.shape
     hidden = bench.random(shape.rows, shape.width).requires_grad_()
@@ -156,30 +205,45 @@ def bench_trained_share(benchmark, bench, share):
     bench.measure(benchmark, "trained_share", name, step, checked=checked)
 
 
+def check_rows(bench: Bench, name: str, entropy: bool) -> str:
+    """As `check`, with a head of which the logits alone are compared."""
+    function, _ = ROWS[name]
+
+    def headed(hidden: Tensor, weight: Tensor, targets: Tensor):
+        return function(hidden @ weight.t(), targets, entropy)
+
+    return check(f"token_logprobs {name}", headed, bench)
+
+
 @pytest.mark.parametrize("entropy", [False, True])
 @pytest.mark.parametrize("direction", ["forward", "backward"])
-def bench_token_logprobs(benchmark, bench, direction, entropy):
+@pytest.mark.parametrize("name", ROWS)
+def bench_token_logprobs(benchmark, bench, name, direction, entropy):
     """Without the head: how near the streaming itself comes to a copy."""
-    checked = bench.checked("linear_token_logprobs cotutor", lambda: check("ours", ours, bench))
+    function, package = ROWS[name]
+    title = f"{name}, {direction}{', entropy' if entropy else ''}"
+    skip_unless_possible(bench, "token_logprobs", title, package, needs_gpu=False)
+    checked = bench.checked(
+        f"token_logprobs {name} {entropy}", lambda: check_rows(bench, name, entropy)
+    )
     rows, vocab = min(bench.shape.rows, 4096), bench.shape.vocab
     logits = bench.random(rows, vocab).requires_grad_()
     targets = torch.randint(0, vocab, (rows,), device=bench.device)
-    out = token_logprobs(logits, targets, entropy=entropy)
-    total = out.logprobs.sum() + (out.entropy.sum() if entropy else 0)
+    logprobs, entropies = function(logits, targets, entropy)
+    total = logprobs.sum() + (entropies.sum() if entropy else 0)
 
     def forward() -> None:
         with torch.no_grad():
-            token_logprobs(logits, targets, entropy=entropy)
+            function(logits, targets, entropy)
 
     def backward() -> None:
         torch.autograd.grad(total, logits, retain_graph=True)
 
     passes = 1 if direction == "forward" else 2
-    name = f"cotutor, {direction}{', entropy' if entropy else ''}"
     bench.measure(
         benchmark,
         "token_logprobs",
-        name,
+        title,
         forward if direction == "forward" else backward,
         checked=checked,
         moved=passes * logits.numel() * logits.element_size(),

@@ -3,7 +3,8 @@
     python bench/count_bytes.py            writes bench/results/bytes.json
 
 Masked lanes don't count. The floor is what the kernel's docstring says it has to move. Loads that
-hit a cache on a GPU are counted in full, so a ratio near 1 needs no cache.
+hit a cache on a GPU are counted in full, so a ratio near 1 needs no cache. The selection reads more
+of some rows than of others: its share of the row is counted for rows made to be hard as well.
 """
 
 import argparse
@@ -20,10 +21,14 @@ sys.path.insert(0, str(ROOT / "tests" / "kernels"))
 
 import kernel_registry as registry  # noqa: E402 (from tests/kernels)
 import numpy  # noqa: E402 (the interpreter has to be chosen first)
+import test_topk_jsd_selection as hard  # noqa: E402
+import torch  # noqa: E402
 from triton.runtime import interpreter  # noqa: E402
 
 ROWS = 3
 TOKENS = 8192
+SUPPORT = 100  # K of the rows made to be hard
+MANY = 3000  # more than the row has blocks
 
 
 class Traffic:
@@ -97,6 +102,34 @@ def record(vocab: int) -> list[dict[str, Any]]:
     ]
 
 
+def reread(name: str, row: torch.Tensor, k: int) -> dict[str, Any]:
+    """What the selection reads of a row (V,) after its statistics; whether it is exact."""
+    from cotutor.kernels.triton_select import select
+    from cotutor.kernels.triton_topk import block_statistics
+
+    z = row[None]
+    with numpy.errstate(all="ignore"):
+        statistics = block_statistics(z, 1.0)
+        with Traffic() as traffic:
+            ids, values = select(z, statistics, k, 1.0)
+    wanted = hard.by_sorting(z, k).sort(dim=1).values
+    return {
+        "row": name,
+        "vocab": len(row),
+        "k": k,
+        "reread_share": round(sum(traffic.loaded.values()) / (len(row) * row.element_size()), 4),
+        "exact": torch.equal(ids, wanted) and torch.equal(values, z.float().gather(1, wanted)),
+    }
+
+
+def reread_record(vocab: int) -> list[dict[str, Any]]:
+    """A random row, every row made to be hard, and a support that no block can be spared for."""
+    noise = torch.randn(vocab, generator=torch.Generator().manual_seed(0))
+    rows = {"random": noise, **hard.adversarial_rows(vocab)}
+    entries = [reread(name, row, SUPPORT) for name, row in rows.items()]
+    return [*entries, reread("random", noise, MANY)]
+
+
 def main() -> None:
     from provenance import write_record
 
@@ -105,7 +138,11 @@ def main() -> None:
     parser.add_argument("--vocab", type=int, default=registry.VOCABS[0])
     options = parser.parse_args()
     entries = record(options.vocab)
-    write_record(options.out, "entries", entries)
+    rows = reread_record(options.vocab)
+    write_record(options.out, entries=entries, reread=rows)
+    for row in rows:
+        right = "exact" if row["exact"] else "WRONG"
+        print(f"{row['reread_share']:.1%} read again, {right}  {row['row']}, K = {row['k']}")
     for entry in entries:
         print(f"{entry['ratio']:.3f} x floor  {entry['case']}")
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 RESULTS = Path(__file__).resolve().parent / "results"
 SHAPE_VARIABLE = "COTUTOR_BENCH_SHAPE"  # "N,V,D,K", replaces the shape below
+NAME_VARIABLE = "COTUTOR_BENCH_NAME"  # a word added to the records' names, to keep older ones
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,7 @@ class Bench:
         self.shape = choose_shape(self.device)
         self.rounds = 10 if self.device.type == "cuda" else 3
         self.results: dict[str, list[dict[str, Any]]] = {}
+        self.absent: dict[str, list[dict[str, Any]]] = {}  # what could not run here, and why
         self._measured: dict[str, float] = {}
         self._checked: dict[str, str] = {}
 
@@ -192,9 +194,11 @@ class Bench:
         """One file per operation and kind of device, with where its figures come from."""
         written = []
         kind = "gpu" if self.device.type == "cuda" else "cpu"
+        word = os.environ.get(NAME_VARIABLE, "")
         for operation, results in self.results.items():
-            path = RESULTS / f"{operation}.{kind}.json"
-            write_record(path, "results", results)
+            path = RESULTS / f"{operation}{'-' if word else ''}{word}.{kind}.json"
+            absent = self.absent.get(operation)
+            write_record(path, results=results, **({"absent": absent} if absent else {}))
             written.append(path)
         return written
 

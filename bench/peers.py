@@ -6,9 +6,15 @@ import pytest
 from harness import Bench
 
 
-def skip_unless_possible(bench: Bench, package: str | None, needs_gpu: bool) -> None:
-    """Skip, with the reason, when a package is missing or a GPU is needed."""
+def skip_unless_possible(
+    bench: Bench, operation: str, name: str, package: str | None, needs_gpu: bool
+) -> None:
+    """Skip, and keep the reason for the record, when a package is missing or a GPU is needed."""
+    why = None
     if package is not None and importlib.util.find_spec(package) is None:
-        pytest.skip(f"{package} is not installed (extra: bench)")
-    if needs_gpu and bench.device.type != "cuda":
-        pytest.skip("needs a GPU")
+        why = f"{package} is not installed (extra: bench)"
+    elif needs_gpu and bench.device.type != "cuda":
+        why = "needs a GPU"
+    if why is not None:
+        bench.absent.setdefault(operation, []).append({"implementation": name, "why": why})
+        pytest.skip(why)

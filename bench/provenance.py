@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+LOAD = os.getloadavg()[0] if hasattr(os, "getloadavg") else None  # before this process works
 PACKAGES = ("torch", "triton", "liger-kernel", "trl", "cut-cross-entropy", "transformers")
 
 
@@ -69,6 +70,7 @@ def provenance() -> dict[str, Any]:
             if hasattr(os, "sched_getaffinity")
             else os.cpu_count(),
             "torch_threads": torch.get_num_threads(),
+            "load": None if LOAD is None else round(LOAD, 1),
         },
         "versions": versions(),
         "commit": _commit(),
@@ -76,9 +78,11 @@ def provenance() -> dict[str, Any]:
     }
 
 
-def write_record(path: Path, key: str, entries: list[dict[str, Any]]) -> None:
-    """Write provenance and entries as JSON, one entry a line."""
+def write_record(path: Path, **lists: list[dict[str, Any]]) -> None:
+    """Write provenance and lists of entries as JSON, one entry a line."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    lines = ",\n  ".join(json.dumps(entry) for entry in entries)
-    head = json.dumps(provenance())
-    path.write_text(f'{{"provenance": {head},\n "{key}": [\n  {lines}\n]}}\n')
+    parts = [f'"provenance": {json.dumps(provenance())}']
+    for key, entries in lists.items():
+        lines = ",\n  ".join(json.dumps(entry) for entry in entries)
+        parts.append(f'"{key}": [\n  {lines}\n]')
+    path.write_text("{" + ",\n ".join(parts) + "}\n")

@@ -49,8 +49,10 @@ def _number(value: float | None, form: str, unit: str = "") -> str:
 def _source(provenance: dict[str, Any]) -> str:
     machine, versions = provenance["machine"], provenance["versions"]
     where = machine["gpu"] or f"{machine['processor']}, {machine['torch_threads']} threads"
+    load = machine.get("load")  # of other programs, as the run began
+    busy = f", on a busy machine (load {load})" if load is not None and load >= 1 else ""
     return (
-        f"{where}; torch {versions['torch']}, triton {versions.get('triton', 'none')}; "
+        f"{where}{busy}; torch {versions['torch']}, triton {versions.get('triton', 'none')}; "
         f"commit {provenance['commit']}; {provenance['date']}; `{provenance['command']}`"
     )
 
@@ -79,7 +81,9 @@ def speed_tables(kind: str) -> str:
             for result in content["results"]
         ]
         head = ["implementation", "time", "bare GEMMs", "of copy rate", "extra memory", "notes"]
-        parts.append(f"{title}\n\n{_table(head, rows)}\n\n{_source(content['provenance'])}")
+        absent = "; ".join(f"{a['implementation']}: {a['why']}" for a in content.get("absent", []))
+        source = _source(content["provenance"]) + (f"\nNot measured: {absent}." if absent else "")
+        parts.append(f"{title}\n\n{_table(head, rows)}\n\n{source}")
     return "\n\n".join(parts)
 
 
@@ -112,6 +116,23 @@ def proof_table() -> str:
     archs = " / ".join(f"sm_{arch}" for arch in sorted({e["arch"] for e in aot["entries"]}))
     head = ["launch", "kernel", f"registers {archs}", "shared B", "local B", "bytes / floor"]
     return f"{_table(head, rows)}\n\n{_source(aot['provenance'])}"
+
+
+def reread_table() -> str:
+    """How much of a row the selection reads after its statistics, by kind of row."""
+    counted = load("bytes.json")
+    if counted is None:
+        return "What the selection reads again is not recorded."
+    rows = [
+        [
+            f"{e['row']}, K = {e['k']}",
+            f"{e['reread_share']:.1%}",
+            "yes" if e["exact"] else "**no**",
+        ]
+        for e in counted["reread"]
+    ]
+    head = [f"row of V = {counted['reread'][0]['vocab']}", "read again by the selection", "exact"]
+    return f"{_table(head, rows)}\n\n{_source(counted['provenance'])}"
 
 
 def plot(path: Path) -> None:
@@ -155,7 +176,7 @@ def main() -> int:
     kinds = ("gpu", "cpu") if options.kind == "both" else (options.kind,)
     text = "\n\n".join(speed_tables(kind) for kind in kinds)
     if options.kind == "both":
-        text += "\n\n" + proof_table()
+        text += f"\n\n{proof_table()}\n\n{reread_table()}"
     if options.plot:
         plot(options.plot)
     if options.readme is None:
