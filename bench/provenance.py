@@ -56,11 +56,8 @@ def versions() -> dict[str, str]:
 def provenance() -> dict[str, Any]:
     """What a reader needs to repeat a measurement."""
     gpu = torch.cuda.get_device_name(0) if torch.cuda.is_available() else None
-    script = (
-        Path(sys.argv[0]).name
-        if "pytest" in sys.argv[0]
-        else "python bench/" + Path(sys.argv[0]).name
-    )
+    script = "pytest" if "pytest" in sys.argv[0] else "python bench/" + Path(sys.argv[0]).name
+    variables = [f"{k}={v}" for k, v in os.environ.items() if k.startswith("COTUTOR_BENCH_")]
     return {
         "date": datetime.now(UTC).strftime("%Y-%m-%d"),
         "machine": {
@@ -74,7 +71,7 @@ def provenance() -> dict[str, Any]:
         },
         "versions": versions(),
         "commit": _commit(),
-        "command": " ".join([script, *sys.argv[1:]]),
+        "command": " ".join([*variables, script, *sys.argv[1:]]),
     }
 
 

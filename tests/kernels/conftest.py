@@ -1,8 +1,8 @@
 """Shared by all kernel tests: interpreter switch, NaN-filled empties, the error bound."""
 
+import importlib.util
 import os
 
-import numpy
 import pytest
 import torch
 
@@ -38,6 +38,11 @@ def nan_filled_empties():
 @pytest.fixture(autouse=True)
 def quiet_interpreter():
     """Triton's interpreter computes with numpy, which warns where a GPU just says inf or NaN."""
+    if importlib.util.find_spec("numpy") is None:  # a GPU needs none
+        yield
+        return
+    import numpy
+
     with numpy.errstate(all="ignore"):
         yield
 

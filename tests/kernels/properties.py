@@ -19,14 +19,7 @@ except ImportError:
             return self
 
     def given(*arguments, **options):
-        def skipped(test):
-            def instead():
-                pytest.skip("hypothesis is not installed")
-
-            instead.__name__ = test.__name__
-            return instead
-
-        return skipped
+        return pytest.mark.skip(reason="hypothesis is not installed")
 
     def settings(*arguments, **options):
         return lambda test: test
