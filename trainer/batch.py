@@ -1,12 +1,14 @@
-"""Trajectories → right-padded micro-batches of tensors; the shift by one happens here, once.
+"""Trajectories → micro-batches of tensors; the shift by one happens here, once.
 
-Sequences are sorted by length and cut into micro-batches by a token budget. Padding stands on the
-right, where causal attention never looks from a real token, so no attention mask is needed and
-no sequence can see another.
+Sequences are sorted by length and cut into micro-batches by a token budget. No attention mask is
+needed and no sequence can see another: either each has a row, padded on the right, where causal
+attention never looks from a real token; or all stand packed in one row, kept apart by position ids
+that start again at 0.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -20,9 +22,9 @@ from cotutor.trainer.algos.base import Rows
 class MicroBatch:
     """B sequences, N trained rows.
 
-    ids (B, L) int64; row_index (N,) int64 into the flattened (B·L) positions whose hidden state
-    predicts the row's target; teacher_ids (B, L′) and teacher_row_index (N,) for the same targets
-    in the teacher's context, or None.
+    ids (B, L) int64, or packed (1, ΣL) with their position_ids; row_index (N,) int64 into the
+    flattened positions whose hidden state predicts the row's target; teacher_ids (B, L′) and
+    teacher_row_index (N,) for the same targets in the teacher's context, or None.
     """
 
     ids: torch.Tensor
@@ -30,6 +32,8 @@ class MicroBatch:
     rows: Rows
     teacher_ids: torch.Tensor | None
     teacher_row_index: torch.Tensor | None
+    position_ids: torch.Tensor | None = None
+    teacher_position_ids: torch.Tensor | None = None
 
 
 def plan_micro_batches(
@@ -37,6 +41,7 @@ def plan_micro_batches(
     weights: Sequence[float],
     max_tokens: int,
     turn_weight: float = 0.0,
+    packed: bool = False,
 ) -> list[list[int]]:
     """Indices of the trajectories with trained tokens, sorted by length, cut by token budget.
 
@@ -50,12 +55,17 @@ def plan_micro_batches(
     ]
     kept.sort(key=lambda i: (_longest_side(trajectories[i]), i))
     plan: list[list[int]] = []
+    tokens = 0
     for i in kept:
+        length = _longest_side(trajectories[i])
+        members = plan[-1] if plan else []
         # Sorted, so the newcomer is the longest: it sets the padded length of the micro-batch.
-        if plan and _longest_side(trajectories[i]) * (len(plan[-1]) + 1) <= max_tokens:
-            plan[-1].append(i)
+        tokens = tokens + length if packed else length * (len(members) + 1)
+        if members and tokens <= max_tokens:
+            members.append(i)
         else:
             plan.append([i])
+            tokens = length
     return plan
 
 
@@ -72,13 +82,13 @@ def make_micro_batch(
     temperature: float,
     device: torch.device,
     turn_weight: float = 0.0,
+    packed: bool = False,
 ) -> MicroBatch:
     """Tensors of these trajectories on `device`; the token at position t is row t − 1's target.
 
     `turn_weight` is the weight of each token of the teacher's turns; 0 leaves them out.
     """
-    inputs = [t.ids[:-1] for t in trajectories]
-    length = max(len(i) for i in inputs)
+    ids, position_ids, starts = _lay_out([t.ids[:-1] for t in trajectories], packed, device)
     targets: list[int] = []
     turn_ids: list[int] = []
     sequence_ids: list[int] = []
@@ -88,7 +98,7 @@ def make_micro_batch(
     sampled: list[bool] = []
     row_index: list[int] = []
     teacher_inputs: list[list[int]] = []
-    teacher_starts: list[list[int]] = []
+    teacher_rows: list[range] = []
     for b, t in enumerate(trajectories):
         weight_of: dict[Role, float] = {"student": row_weight(t), "teacher": turn_weight}
         roles = [role for role, weight in weight_of.items() if weight > 0]
@@ -98,7 +108,7 @@ def make_micro_batch(
         assert trained[0] > 0, "the first token of a sequence has no position that predicts it"
         for n in trained:
             mine = own[n] >= 0
-            row_index.append(b * length + n - 1)
+            row_index.append(starts[b] + n - 1)
             targets.append(t.ids[n])
             turn_ids.append(turns[n])
             sequence_ids.append(b)
@@ -108,8 +118,8 @@ def make_micro_batch(
             sampled.append(mine)
         if t.teacher_prompt_ids is not None:
             teacher_inputs.append(t.teacher_prompt_ids + [t.ids[n] for n in trained[:-1]])
-            start = len(t.teacher_prompt_ids) - 1
-            teacher_starts.append(list(range(start, start + len(trained))))
+            first = len(t.teacher_prompt_ids) - 1
+            teacher_rows.append(range(first, first + len(trained)))
 
     def tensor(values: Sequence[float], dtype: torch.dtype) -> torch.Tensor:
         return torch.tensor(values, dtype=dtype).to(device, non_blocking=True)
@@ -124,19 +134,20 @@ def make_micro_batch(
         sampled=tensor(sampled, torch.bool),
         temperature=temperature,
     )
-    teacher_ids = teacher_row_index = None
+    teacher_ids = teacher_row_index = teacher_position_ids = None
     if teacher_inputs:
         assert len(teacher_inputs) == len(trajectories), "a teacher for all rows or for none"
-        teacher_ids = _pad(teacher_inputs).to(device)
-        width = teacher_ids.shape[1]
-        flat = [b * width + n for b, starts in enumerate(teacher_starts) for n in starts]
+        teacher_ids, teacher_position_ids, starts = _lay_out(teacher_inputs, packed, device)
+        flat = [start + n for start, each in zip(starts, teacher_rows, strict=True) for n in each]
         teacher_row_index = tensor(flat, torch.int64)
     return MicroBatch(
-        _pad(inputs).to(device),
+        ids,
         tensor(row_index, torch.int64),
         rows,
         teacher_ids,
         teacher_row_index,
+        position_ids,
+        teacher_position_ids,
     )
 
 
@@ -158,9 +169,17 @@ def empty_micro_batch(teacher: bool, temperature: float, device: torch.device) -
     return MicroBatch(ids, index, rows, ids if teacher else None, index if teacher else None)
 
 
-def _pad(sequences: Sequence[Sequence[int]]) -> torch.Tensor:
-    """(B, L) int64, padded on the right with id 0, whose positions are never read."""
-    out = torch.zeros(len(sequences), max(len(s) for s in sequences), dtype=torch.int64)
+def _lay_out(
+    sequences: Sequence[Sequence[int]], packed: bool, device: torch.device
+) -> tuple[torch.Tensor, torch.Tensor | None, list[int]]:
+    """ids, position ids if packed, and each sequence's flat start; padding is id 0, never read."""
+    lengths = [len(s) for s in sequences]
+    if packed:
+        starts = [0, *itertools.accumulate(lengths)][:-1]
+        ids = torch.tensor([n for s in sequences for n in s], dtype=torch.int64)[None]
+        positions = torch.cat([torch.arange(n) for n in lengths])[None]
+        return ids.to(device), positions.to(device), starts
+    out = torch.zeros(len(sequences), max(lengths), dtype=torch.int64)
     for b, s in enumerate(sequences):
         out[b, : len(s)] = torch.tensor(s, dtype=torch.int64)
-    return out
+    return out.to(device), None, [b * max(lengths) for b in range(len(sequences))]

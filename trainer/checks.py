@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
+import math
 import re
 from pathlib import Path
+
+import torch
 
 from cotutor.trainer.config import Config, ConfigError
 
@@ -12,6 +16,7 @@ def check(config: Config) -> None:
     """Refuse impossible combinations. Raises ConfigError that names the option."""
     _check_numbers(config)
     _check_names(config)
+    _check_machine(config)
     r, d = config.rollout, config.data
     if config.resume not in ("", "auto") and not (Path(config.resume) / "checkpoints").is_dir():
         raise ConfigError(
@@ -124,11 +129,19 @@ def _check_numbers(config: Config) -> None:
         "data.train_problems_per_domain": (d.train_problems_per_domain, 0),
         "optimizer.weight_decay": (o.weight_decay, 0),
         "steps": (config.steps, 0),
+        "parallel.replicate": (config.parallel.replicate, 0),
+        "parallel.shard": (config.parallel.shard, 0),
+        "vllm.student_kv_cache_gb": (config.vllm.student_kv_cache_gb, 0),
+        "vllm.tutor_kv_cache_gb": (config.vllm.tutor_kv_cache_gb, 0),
+        "plan.gpus": (config.plan.gpus, 0),
+        "plan.gpu_memory_gb": (config.plan.gpu_memory_gb, 0),
     }
     for name, (value, least) in at_least.items():
         if not value >= least:
             option = name.replace("_", "-")
             raise ConfigError(f"--{option} must be at least {least}; got {value}")
+        if value == math.inf:
+            raise ConfigError(f"--{name.replace('_', '-')} must be finite; got {value}")
     above_zero = {
         "rollout.temperature": r.temperature,
         "rollout.verifier_timeout_s": r.verifier_timeout_s,
@@ -144,6 +157,18 @@ def _check_numbers(config: Config) -> None:
     for name, beta in (("beta1", o.beta1), ("beta2", o.beta2)):
         if not 0 <= beta < 1:
             raise ConfigError(f"--optimizer.{name} must be in [0, 1); got {beta}")
+
+
+def _check_machine(config: Config) -> None:
+    if (config.plan.gpus == 0) != (config.plan.gpu_memory_gb == 0):
+        raise ConfigError("--plan.gpus and --plan.gpu-memory-gb name a machine together: give both")
+    if config.policy.liger == "on" and config.do != "plan":
+        if not torch.cuda.is_available():
+            raise ConfigError("--policy.liger on needs a GPU; use --policy.liger auto or off")
+        if importlib.util.find_spec("liger_kernel") is None:
+            raise ConfigError(
+                '--policy.liger on needs liger-kernel: pip install -e ".[gpu]", or use auto'
+            )
 
 
 _KINDS = ("mcq", "math", "expression", "numeric", "text", "code")

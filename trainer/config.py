@@ -128,6 +128,11 @@ class PolicyConfig:
     compute_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     # Rows of the [rows, vocabulary] buffer of the LM-head kernels; 0 lets the kernel choose.
     logits_chunk_rows: int = 0
+    # Micro-batches as one row of sequences end to end, instead of padded rows. "auto": on a GPU in
+    # bfloat16 with flash-attn, whose varlen attention then skips what other sequences hold.
+    packing: Literal["auto", "on", "off"] = "auto"
+    # Liger's RMSNorm, SwiGLU and rotary kernels. "auto": on a GPU where liger-kernel is installed.
+    liger: Literal["auto", "on", "off"] = "auto"
     # LoRA on all linear layers but the head; 0: full fine-tuning.
     lora_rank: int = 0
     lora_alpha: int = 16
@@ -137,9 +142,36 @@ class PolicyConfig:
 
 
 @dataclass(frozen=True)
+class ParallelConfig:
+    """The ranks as a mesh: `replicate` groups, each of which shards all weights over `shard` ranks.
+
+    0 chooses: one group of all ranks, or what the other number leaves. Several nodes: a group per
+    node keeps the gathering of weights inside it.
+    """
+
+    replicate: int = 0
+    shard: int = 0
+
+
+@dataclass(frozen=True)
 class EngineConfig:
     # Tokens that the transformers engine holds in one decoding batch (prompt + response budget).
     max_batch_tokens: int = 65536
+
+
+@dataclass(frozen=True)
+class VLLMConfig:
+    # Key-value cache of each engine, in GB (10⁹ bytes); 0: what the memory plan leaves for it.
+    student_kv_cache_gb: float = 0.0
+    tutor_kv_cache_gb: float = 0.0
+
+
+@dataclass(frozen=True)
+class PlanConfig:
+    """The machine that `--do plan` is for; 0 and 0: the one it runs on."""
+
+    gpus: int = 0  # in all nodes; one rank each
+    gpu_memory_gb: float = 0.0  # of one GPU, 10⁹ bytes
 
 
 @dataclass(frozen=True)
@@ -170,7 +202,10 @@ class Config:
     evaluation: EvaluationConfig = field(default_factory=EvaluationConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     policy: PolicyConfig = field(default_factory=PolicyConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     transformers: EngineConfig = field(default_factory=EngineConfig)
+    vllm: VLLMConfig = field(default_factory=VLLMConfig)
+    plan: PlanConfig = field(default_factory=PlanConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     opcod: OPCoDConfig = field(default_factory=OPCoDConfig)
     rl2f: RL2FConfig = field(default_factory=RL2FConfig)

@@ -7,6 +7,7 @@ only, where FSDP has the head's weight whole.
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import shutil
 from collections.abc import Callable, Iterator
@@ -22,9 +23,10 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
+from transformers.utils import is_flash_attn_2_available
 
 from cotutor.rollout.engine import request_seed
-from cotutor.rollout.models import load_model
+from cotutor.rollout.models import ModelError, load_model
 from cotutor.trainer.config import OptimizerConfig, PolicyConfig, StudentConfig
 from cotutor.trainer.world import World
 
@@ -44,9 +46,16 @@ class Scorer(nn.Module):
         ids: torch.Tensor,
         row_index: torch.Tensor,
         function: Callable[[torch.Tensor, torch.Tensor], T],
+        position_ids: torch.Tensor | None = None,
     ) -> T:
-        """ids (B, L) → function(hidden (N, D) at the flat positions row_index, head (V, D))."""
-        hidden = self.model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state
+        """ids (B, L) → function(hidden (N, D) at the flat positions row_index, head (V, D)).
+
+        position_ids (B, L) that start again at 0 keep packed sequences apart. That needs the
+        absence of an attention mask: one of ones would let them see each other.
+        """
+        hidden = self.model.get_decoder()(
+            input_ids=ids, position_ids=position_ids, use_cache=False
+        ).last_hidden_state
         rows = hidden.reshape(-1, hidden.shape[-1]).index_select(0, row_index)
         # Rows of a padded head beyond the tokenizer are no tokens: the engine never samples them.
         return function(rows, self.model.get_output_embeddings().weight[: self.vocab_size])
@@ -83,6 +92,8 @@ class Policy:
         self.teacher_rate = teacher_rate
         self.max_grad_norm = optimizer.max_grad_norm
         self.compute_dtype = compute_dtype(config, world.device)
+        self._varlen = varlen_attention(config, world.device)
+        self.packs = config.packing == "on" or (config.packing == "auto" and self._varlen)
         self._vocab_size = vocab_size
         self._init_seed = seed if student.random_init else None
         self._lora_seed = request_seed(seed, student.name)
@@ -100,6 +111,7 @@ class Policy:
 
     def _sharded(self, model_path: str, *, trainable: bool) -> Scorer:
         model = load_model(model_path, dtype=torch.float32, random_init_seed=self._init_seed)
+        self._choose_layers(model, model_path)
         if self.config.lora_rank:
             _add_lora(model, self.config, self._lora_seed)
         if not trainable:
@@ -119,6 +131,20 @@ class Policy:
         fully_shard(scorer, mesh=self.world.mesh, mp_policy=precision, reshard_after_forward=False)
         return scorer
 
+    def _choose_layers(self, model: Any, model_path: str) -> None:
+        """Attention for packed sequences, and Liger's layers, where they are wanted."""
+        if self.packs and not attends_only(model):
+            if self.config.packing == "on":
+                raise ModelError(
+                    f"model {model_path}: its layers carry state from one packed sequence to the"
+                    " next; use --policy.packing off"
+                )
+            self.packs = False
+        if self.packs and self._varlen:
+            model.set_attn_implementation("flash_attention_2")
+        if uses_liger(self.config, self.world.device):
+            _add_liger(model, model_path, wanted=self.config.liger == "on")
+
     # --- forward and step -----------------------------------------------------------------------
 
     def score(
@@ -126,13 +152,17 @@ class Policy:
         ids: torch.Tensor,
         row_index: torch.Tensor,
         function: Callable[[torch.Tensor, torch.Tensor], T],
+        position_ids: torch.Tensor | None = None,
     ) -> T:
         """Run `function(hidden, head_weight)` inside the student's forward, with gradients."""
-        return self.student(ids, row_index, function)
+        return self.student(ids, row_index, function, position_ids)
 
     @torch.no_grad()
     def teach(
-        self, ids: torch.Tensor, row_index: torch.Tensor
+        self,
+        ids: torch.Tensor,
+        row_index: torch.Tensor,
+        position_ids: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The teacher's hidden states (N, D) and head (V, D); valid until `end_of_step`."""
 
@@ -140,13 +170,13 @@ class Policy:
             return hidden, weight.detach()
 
         if self.teacher is None:
-            return self.student(ids, row_index, both)
-        hidden, weight = self.teacher(ids, row_index, both)
+            return self.student(ids, row_index, both, position_ids)
+        hidden, weight = self.teacher(ids, row_index, both, position_ids)
         if self.teacher_kind != "trust_region":
             return hidden, weight
         # (1 − r) W₀h₀ + r W h as one product: the concatenated hidden states and heads.
         r = self.teacher_rate
-        current_hidden, current_weight = self.student(ids, row_index, both)
+        current_hidden, current_weight = self.student(ids, row_index, both, position_ids)
         return (
             torch.cat([(1 - r) * hidden, r * current_hidden], dim=1),
             torch.cat([weight, current_weight], dim=1),
@@ -256,6 +286,41 @@ def compute_dtype(config: PolicyConfig, device: torch.device) -> torch.dtype:
     if config.compute_dtype == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.compute_dtype]
+
+
+def varlen_attention(config: PolicyConfig, device: torch.device) -> bool:
+    """Can flash-attn's varlen attention run? It needs a GPU and a 16-bit compute dtype."""
+    half = compute_dtype(config, device) == torch.bfloat16
+    return device.type == "cuda" and half and is_flash_attn_2_available()
+
+
+def attends_only(model: Any) -> bool:
+    """Do position ids alone keep packed sequences apart? Not in recurrent or linear layers."""
+    kinds = set(getattr(model.config, "layer_types", None) or ())
+    return not model._is_stateful and kinds <= {"full_attention", "sliding_attention"}
+
+
+def uses_liger(config: PolicyConfig, device: torch.device) -> bool:
+    """Never on the CPU: Liger's layers are Triton kernels."""
+    wanted = config.liger == "on" or (
+        config.liger == "auto" and importlib.util.find_spec("liger_kernel") is not None
+    )
+    return device.type == "cuda" and wanted
+
+
+def _add_liger(model: Any, model_path: str, wanted: bool) -> None:
+    """Replace norms, gated MLPs and rotations, not the loss, which the project's kernels make."""
+    from liger_kernel.transformers import monkey_patch
+
+    if model.config.model_type in monkey_patch.MODEL_TYPE_TO_APPLY_LIGER_FN:
+        monkey_patch._apply_liger_kernel_to_instance(
+            model, cross_entropy=False, fused_linear_cross_entropy=False
+        )
+    elif wanted:
+        raise ModelError(
+            f"model {model_path}: Liger knows no {model.config.model_type} model; use"
+            " --policy.liger auto"
+        )
 
 
 def _add_lora(model: Any, config: PolicyConfig, seed: int) -> None:

@@ -82,7 +82,9 @@ def _line_of(text: str, message: str) -> int:
 
 
 # What a resumed run may change, or can't know: the rest must be as it was.
-_FREE_ON_RESUME = ("out", "resume", "do", "baselines", "checkpoint", "transformers")
+_FREE_ON_RESUME = (
+    "out", "resume", "do", "baselines", "checkpoint", "transformers", "vllm", "parallel", "plan",
+)  # fmt: skip
 
 
 def check_resumed(config: Config, saved: Path) -> None:

@@ -61,7 +61,8 @@ def run(config: Config, make_algorithm: MakeAlgorithm) -> int:
     algorithm = make_algorithm(config)
     drawn = {s.name: training_sampler(config, algorithm, s, problems) for s in students}
     task = Task(config, make_algorithm, students, problems, drawn)
-    world = World()
+    # A plan is made for the ranks that it names, not for those that print it.
+    world = World() if config.do == "plan" else World(config.parallel)
     try:
         if world.main:
             print(_opening_line(config, world, problems), flush=True)

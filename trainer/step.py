@@ -47,7 +47,8 @@ def accumulate_gradients(
     denominator = max(1.0, counts[algorithm.denominator])
     # Divided by the one denominator, the teacher's tokens come to their own mean × coefficient.
     turn_weight = algorithm.world_model_coef * denominator / max(1.0, counts["teacher_tokens"])
-    plan = plan_micro_batches(rollouts, weights, config.policy.micro_batch_tokens, turn_weight)
+    packed = policy.packs
+    plan = plan_micro_batches(rollouts, weights, config.policy.micro_batch_tokens, turn_weight, packed)
     n_micro_batches = max(world.gather(len(plan)))
     has_teacher = algorithm.teacher is not None
     temperature = config.rollout.temperature if algorithm.on_policy else 1.0
@@ -59,14 +60,14 @@ def accumulate_gradients(
         if n < len(plan):
             members = [rollouts[i] for i in plan[n]]
             batch = make_micro_batch(
-                members, algorithm.row_weights, temperature, world.device, turn_weight
+                members, algorithm.row_weights, temperature, world.device, turn_weight, packed
             )
         else:
             batch = empty_micro_batch(has_teacher, temperature, world.device)
         teacher_hidden = teacher_weight = None
         if batch.teacher_ids is not None and batch.teacher_row_index is not None:
             teacher_hidden, teacher_weight = policy.teach(
-                batch.teacher_ids, batch.teacher_row_index
+                batch.teacher_ids, batch.teacher_row_index, batch.teacher_position_ids
             )
 
         def loss(
@@ -81,7 +82,7 @@ def accumulate_gradients(
             total = found.loss.detach() / denominator
             return LossSums(found.loss * scale, {**found.sums, "loss": total})
 
-        result = policy.score(batch.ids, batch.row_index, loss)
+        result = policy.score(batch.ids, batch.row_index, loss, batch.position_ids)
         result.loss.backward()
         for name, value in result.sums.items():
             sums[name] = sums.get(name, torch.zeros((), device=world.device)) + value

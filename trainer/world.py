@@ -12,20 +12,25 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from cotutor.trainer.config import ConfigError, ParallelConfig
+
 T = TypeVar("T")
 
 
 class World:
     """Process group, device and mesh. Started by torchrun, or alone when its variables are unset.
 
-    Tensors go over NCCL on GPUs and gloo on CPUs; Python objects always over gloo.
+    Tensors go over NCCL on GPUs and gloo on CPUs; Python objects always over gloo. The mesh has one
+    dimension ("shard") or two ("replicate", "shard"): FSDP2 shards over the last and reduces
+    gradients over both. Raises ConfigError, before any group stands, if `parallel` doesn't suit.
     """
 
     # Long: rank 0 may write 100 GB, or generate the longest texts, while the others wait. A rank
     # that dies does not make them wait so long: torchrun ends them all.
-    def __init__(self, timeout_s: float = 7200.0) -> None:
+    def __init__(self, parallel: ParallelConfig | None = None, timeout_s: float = 7200.0) -> None:
         self.rank = int(os.environ.get("RANK", 0))
         self.size = int(os.environ.get("WORLD_SIZE", 1))
+        replicate, shard = mesh_shape(parallel or ParallelConfig(), self.size)
         cuda = torch.cuda.is_available()
         local_rank = int(os.environ.get("LOCAL_RANK", 0))
         self.device = torch.device("cuda", local_rank) if cuda else torch.device("cpu")
@@ -38,7 +43,10 @@ class World:
         else:
             store = dist.HashStore()
             dist.init_process_group(backend, store=store, rank=0, world_size=1, timeout=timeout)
-        self.mesh: DeviceMesh = init_device_mesh(self.device.type, (self.size,))
+        shape = {"shard": shard} if replicate == 1 else {"replicate": replicate, "shard": shard}
+        self.mesh: DeviceMesh = init_device_mesh(
+            self.device.type, tuple(shape.values()), mesh_dim_names=tuple(shape)
+        )
         self._objects = dist.new_group(backend="gloo", timeout=timeout) if self.size > 1 else None
 
     @property
@@ -68,3 +76,15 @@ class World:
 
     def close(self) -> None:
         dist.destroy_process_group()
+
+
+def mesh_shape(parallel: ParallelConfig, ranks: int) -> tuple[int, int]:
+    """(replicate, shard) for this many ranks. Raises ConfigError that names both options."""
+    shard = parallel.shard or ranks // (parallel.replicate or 1)
+    replicate = parallel.replicate or ranks // shard
+    if replicate * shard != ranks:
+        raise ConfigError(
+            f"--parallel.replicate {parallel.replicate} and --parallel.shard {parallel.shard} don't"
+            f" multiply to the {ranks} rank(s) of this run; 0 chooses"
+        )
+    return replicate, shard

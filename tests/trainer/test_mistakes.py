@@ -84,6 +84,12 @@ def preset(tmp_path: Path) -> Callable[[str], str]:
         (["--data.train-problems-per-domain", "0"], r"--data\.train-problems-per-domain must be"),
         (["--students.0.model", "package:a.b"], r"package a\.b is not installed"),
         (["--rollout.max-reprompt-tokens", "5"], r"--rollout\.max-reprompt-tokens 5 must be"),
+        (["--parallel.shard", "3"], r"--parallel\.shard 3 don't multiply to the 1 rank\(s\)"),
+        (["--parallel.replicate", "-1"], r"--parallel\.replicate must be at least 0"),
+        (["--policy.liger", "on"], r"--policy\.liger on needs a GPU"),
+        (["--plan.gpus", "2"], r"--plan\.gpus and --plan\.gpu-memory-gb .*give both"),
+        (["--plan.gpu-memory-gb", "inf"], r"--plan\.gpu-memory-gb must be finite"),
+        (["--vllm.tutor-kv-cache-gb", "nan"], r"--vllm\.tutor-kv-cache-gb must be at least 0"),
         (["--resume", "nowhere"], r"--resume nowhere: no run with checkpoints"),
     ],
 )
@@ -134,8 +140,9 @@ ROW = {
 }
 
 
-def write_rows(path: Path, n: int, broken: str = "") -> None:
-    rows = [json.dumps({**ROW, "idx": i, "prompt": f"{i} {ROW['prompt']}"}) for i in range(n)]
+def write_rows(path: Path, n: int, broken: str = "", of: str = "") -> None:
+    prompts = [f"{i} {of}{ROW['prompt']}" for i in range(n)]
+    rows = [json.dumps({**ROW, "idx": i, "prompt": prompt}) for i, prompt in enumerate(prompts)]
     path.write_text("\n".join([*rows, *([broken] if broken else [])]) + "\n")
 
 

@@ -5,34 +5,48 @@ from __future__ import annotations
 import dataclasses
 import io
 import json
+import re
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from rich.console import Console
+from test_mistakes import write_rows
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from cotutor.rollout.models import ModelError
 from cotutor.trainer.algos.grpo import GRPO, GRPOConfig
 from cotutor.trainer.algos.opcod import OPCoD, OPCoDConfig
-from cotutor.trainer.config import Config, ConfigError, PolicyConfig, StudentConfig
-from cotutor.trainer.plan import (
+from cotutor.trainer.config import (
+    Config,
+    ConfigError,
+    ParallelConfig,
+    PolicyConfig,
+    StudentConfig,
+    VLLMConfig,
+)
+from cotutor.trainer.main import main
+from cotutor.trainer.memory import (
     Component,
-    Rates,
+    KVCaches,
+    Machine,
     available_bytes,
     check_memory,
-    measure_rates,
+    kv_caches,
     memory_plan,
     model_sizes,
     peak_bytes,
-    print_plan,
-    time_plan,
+    stage_bytes,
 )
+from cotutor.trainer.plan import Rates, measure_rates, print_plan, time_plan
 from cotutor.trainer.preset import load_preset
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
+ROOT = Path(__file__).resolve().parents[2]
 GIB = 2**30
+H200 = 141 * 10**9
 QWEN3_8B = {
     "architectures": ["Qwen3ForCausalLM"],
     "model_type": "qwen3",
@@ -63,8 +77,7 @@ def qwen(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def paper(qwen: str) -> Config:
-    preset = Path(__file__).parents[2] / "configs" / "qwen3-8b-sciknoweval-2xh200.toml"
-    config = load_preset(preset)
+    config = load_preset(ROOT / "configs" / "qwen3-8b-sciknoweval-2xh200.toml")
     students = tuple(dataclasses.replace(s, model=qwen) for s in config.students)
     return dataclasses.replace(config, students=students)
 
@@ -134,41 +147,116 @@ def test_activations_of_a_layer_are_what_autograd_keeps(
     assert measured <= model_sizes(str(tmp_path)).layer_activations <= 1.3 * measured
 
 
+def with_engine(config: Config, engine: Any) -> Config:
+    return dataclasses.replace(config, engine=engine)
+
+
+def h200s(ranks: int) -> Machine:
+    return Machine(ranks, CUDA, H200)
+
+
 def test_papers_setting_fits_two_h200_and_not_one(paper: Config) -> None:
-    h200 = int(139.8 * GIB)
-    two = memory_plan(paper, opcod(paper), 2, CUDA)
+    config = with_engine(paper, "vllm")
+    two = memory_plan(config, opcod(config), h200s(2))
     parts = {component.name: component.bytes for component in two}
-    assert parts["weights, float32 shard"] == 2 * 8_190_735_360
-    assert parts["Adam moments, float32"] == 4 * 8_190_735_360
-    assert parts["teacher, float32 shard"] == 2 * 8_190_735_360
-    assert parts["student's engine"] == parts["tutor's engine"] == 2 * 8_190_735_360
-    check_memory(two, h200)
-    one = memory_plan(paper, opcod(paper), 1, CUDA)
-    with pytest.raises(ConfigError, match=r"needs \d+\.\d GiB .*change more ranks \(torchrun"):
-        check_memory(one, h200)
+    p, kv = 8_190_735_360, 2 * 36 * 8 * 128
+    assert parts["weights, float32 shard"] == parts["teacher, float32 shard"] == 2 * p
+    assert parts["Adam moments, float32"] == 4 * p
+    assert parts["student's engine"] == parts["tutor's engine"] == 2 * p
+    assert parts["activations kept of 16,384 tokens"] == 36 * 16384 * 4096 * 2
+    check_memory(two, H200)
+    # Each cache holds at least a few sequences of full length, and leaves the margin alone.
+    caches = kv_caches(config, opcod(config), h200s(2))
+    assert parts["student's key-value cache"] == caches.student > 8 * (2048 + 4096) * kv * 2
+    assert parts["tutor's key-value cache"] == caches.tutor > 8 * (2048 + 4096 + 1024) * kv * 2
+    assert max(stage_bytes(two).values()) < 0.93 * H200
+    one = memory_plan(config, opcod(config), h200s(1))
+    with pytest.raises(ConfigError, match=r"needs \d+\.\d GB .*change more ranks \(torchrun"):
+        check_memory(one, H200)
+    copies = dataclasses.replace(config, parallel=ParallelConfig(replicate=2))
+    whole = memory_plan(copies, opcod(config), h200s(2))
+    assert _held(whole) > 1.9 * _held(two)
+    with pytest.raises(ConfigError, match=r"change --parallel\.replicate 1"):
+        check_memory(whole, H200)
+    many = dataclasses.replace(config, parallel=ParallelConfig(replicate=4))
+    assert _held(memory_plan(many, opcod(config), h200s(8))) == _held(two)
+
+
+def _held(plan: list[Component]) -> int:
+    return sum(c.bytes for c in plan if c.option and c.when == "always")
+
+
+def test_engines_that_never_sleep_stand_beside_the_training(paper: Config) -> None:
+    config = with_engine(paper, "transformers")
+    plan = memory_plan(config, opcod(config), h200s(2))
+    parts = {c.name: c.when for c in plan}
+    assert parts["student's engine"] == parts["tutor's engine"] == "always"
+    with pytest.raises(ConfigError, match=r"needs 1\d\d\.\d GB and 131\.1 GB of 141\.0 GB"):
+        check_memory(plan, H200)
+    asleep = with_engine(paper, "vllm")
+    awake = stage_bytes(memory_plan(asleep, opcod(config), h200s(2)))
+    assert stage_bytes(plan)["train"] > awake["train"] + 25 * 10**9
+
+
+def test_caches_are_what_a_step_can_fill_or_what_is_left(paper: Config) -> None:
+    config, machine = with_engine(paper, "vllm"), h200s(2)
+    few = dataclasses.replace(
+        config, rollout=dataclasses.replace(config.rollout, questions_per_step=2)
+    )
+    token = 2 * 36 * 8 * 128 * 2
+    filled = KVCaches(8 * 6144 * token, 8 * 7168 * token)
+    assert kv_caches(few, opcod(config), machine) == filled
+    larger = kv_caches(config, opcod(config), machine)
+    smaller = kv_caches(config, opcod(config), Machine(2, CUDA, H200 - 10**10))
+    lost = 0.9 * 0.93 * 10**10
+    assert larger.student - smaller.student == pytest.approx(lost, rel=1e-6)
+    assert larger.tutor - smaller.tutor == pytest.approx(lost, rel=1e-6)
+    chosen = dataclasses.replace(config, vllm=VLLMConfig(student_kv_cache_gb=20.0))
+    assert kv_caches(chosen, opcod(config), machine) == KVCaches(20 * 10**9, larger.tutor)
+    # Without a tutor there is no cache for one; no engine of its own sleeps on a CPU.
+    assert kv_caches(config, GRPO(GRPOConfig()), machine).tutor == 0
+    plan = memory_plan(config, opcod(config), Machine(2, CPU, 400 * 10**9))
+    when = {c.name: c.when for c in plan}
+    assert when["student's key-value cache"] == when["tutor's key-value cache"] == "always"
+    assert when["tutor's engine"] == "always"
+    assert "what engines hold asleep" not in when
+    check_memory(plan, 400 * 10**9)
+
+
+def test_a_cache_that_holds_no_sequence_or_too_much_is_refused(paper: Config) -> None:
+    tiny = dataclasses.replace(paper, vllm=VLLMConfig(tutor_kv_cache_gb=0.1))
+    with pytest.raises(ConfigError, match=r"--vllm\.tutor-kv-cache-gb 0\.1 must be at least 1\.06"):
+        kv_caches(tiny, opcod(paper), h200s(2))
+    huge = dataclasses.replace(paper, engine="vllm", vllm=VLLMConfig(student_kv_cache_gb=90.0))
+    with pytest.raises(ConfigError, match=r"change --vllm\.student-kv-cache-gb"):
+        check_memory(memory_plan(huge, opcod(paper), h200s(2)), H200)
 
 
 def test_refusal_names_the_option_that_helps(paper: Config) -> None:
     policy = dataclasses.replace(paper.policy, micro_batch_tokens=131072)
-    config = dataclasses.replace(paper, policy=policy)
+    config = dataclasses.replace(with_engine(paper, "vllm"), policy=policy)
     with pytest.raises(ConfigError, match=r"change --policy\.micro-batch-tokens"):
-        check_memory(memory_plan(config, opcod(config), 2, CUDA), int(139.8 * GIB))
+        check_memory(memory_plan(config, opcod(config), h200s(2)), H200)
     engine = dataclasses.replace(paper.transformers, max_batch_tokens=1_000_000)
-    config = dataclasses.replace(paper, transformers=engine)
+    config = dataclasses.replace(with_engine(paper, "transformers"), transformers=engine)
     with pytest.raises(ConfigError, match=r"change --transformers\.max-batch-tokens"):
-        check_memory(memory_plan(config, opcod(config), 2, CUDA), int(139.8 * GIB))
+        check_memory(memory_plan(config, opcod(config), h200s(2)), H200)
 
 
 def test_algorithm_decides_what_is_held(paper: Config) -> None:
-    grpo = memory_plan(paper, GRPO(GRPOConfig()), 2, CUDA)
-    names = {component.name for component in grpo}
-    assert "tutor's engine" not in names
-    assert "teacher, float32 shard" not in names
-    assert peak_bytes(grpo) < peak_bytes(memory_plan(paper, opcod(paper), 2, CUDA))
-    current = OPCoD(dataclasses.replace(OPCoDConfig(), teacher="current"))
-    names = {component.name for component in memory_plan(paper, current, 2, CUDA)}
-    assert "teacher, float32 shard" not in names
-    assert "tutor's engine" in names
+    machine = h200s(2)
+    for engine in ("vllm", "transformers"):
+        config = with_engine(paper, engine)
+        grpo = memory_plan(config, GRPO(GRPOConfig()), machine)
+        names = {component.name for component in grpo}
+        assert "tutor's engine" not in names
+        assert "teacher, float32 shard" not in names
+        held = stage_bytes(memory_plan(config, opcod(config), machine))
+        assert stage_bytes(grpo)["train"] < held["train"]
+        current = OPCoD(dataclasses.replace(OPCoDConfig(), teacher="current"))
+        names = {component.name for component in memory_plan(config, current, machine)}
+        assert "teacher, float32 shard" not in names
+        assert "tutor's engine" in names
 
 
 def test_peak_is_what_is_held_and_the_largest_stage() -> None:
@@ -200,13 +288,53 @@ def test_printed_plan_has_every_component_and_needs_no_weights(tmp_path: Path) -
     config.architectures = ["LlamaForCausalLM"]
     config.save_pretrained(tmp_path)
     students = tuple(StudentConfig(name, str(tmp_path)) for name in "ab")
-    run = Config(students=students, policy=PolicyConfig(micro_batch_tokens=64))
-    output = io.StringIO()
-    print_plan(run, opcod(run), 1, CPU, Console(file=output, width=140))
-    for component in memory_plan(run, opcod(run), 1, CPU):
-        assert component.name in output.getvalue()
-    assert "s a step" in output.getvalue()
+    for engine in ("vllm", "transformers"):
+        run = with_engine(
+            Config(students=students, policy=PolicyConfig(micro_batch_tokens=64)), engine
+        )
+        output = io.StringIO()
+        print_plan(run, opcod(run), 1, CPU, Console(file=output, width=140))
+        for component in memory_plan(run, opcod(run), Machine(1, CPU, available_bytes(CPU))):
+            assert component.name in output.getvalue()
+        assert "s a step" in output.getvalue()
+        assert "fits: at most" in output.getvalue()
     assert sorted(f.name for f in tmp_path.iterdir()) == ["config.json"]
+
+
+def test_the_paper_s_plan_is_made_anywhere(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The preset names its two H200s: no GPU and no weights are needed to see that it fits."""
+    monkeypatch.chdir(ROOT)
+    folder = tmp_path / "qwen3-8b"
+    folder.mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(ROOT / "configs/tiny/s1" / name, folder)
+    (folder / "config.json").write_text(json.dumps(QWEN3_8B))
+    for domain in ("physics", "chemistry"):
+        (tmp_path / "sciknoweval" / domain).mkdir(parents=True)
+        write_rows(tmp_path / f"sciknoweval/{domain}/train.json", 40, of=domain)
+        write_rows(tmp_path / f"sciknoweval/{domain}/test.json", 1, of=f"unseen {domain}")
+    command = ["--do", "plan", "--config", "configs/qwen3-8b-sciknoweval-2xh200.toml"]
+    command += ["--data.root", str(tmp_path)]
+    command += [f"--students.{n}.model={folder}" for n in range(2)]
+    assert main(command) == 0
+    out = capsys.readouterr().out
+    for name in (
+        "weights, float32 shard", "gradients, float32 shard", "Adam moments", "teacher, float32",
+        "student's engine", "tutor's engine", "student's key-value cache",
+        "tutor's key-value cache", "activations kept of 16,384 tokens", "logits chunk of 2,048",
+        "10,240 + 4,096 tokens (teacher)",
+    ):  # fmt: skip
+        assert name in out
+    fits = re.search(r"fits: at most ([\d.]+) GB \(\w+\) of 141\.0 GB .*; ([\d.]+) GB left", out)
+    assert fits
+    assert float(fits[1]) + float(fits[2]) == pytest.approx(141, abs=0.11)
+    assert float(fits[2]) > 0.07 * 141
+    assert main([*command, "--plan.gpu-memory-gb", "80"]) == 2
+    captured = capsys.readouterr()
+    assert "fits" not in captured.out
+    assert re.fullmatch(r"error: plan: a step needs [^\n]* change [^\n]*\n", captured.err)
 
 
 def test_measured_rates_and_memory_are_this_machines() -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -69,52 +67,6 @@ def test_many_micro_batches_give_the_full_batch_s_gradient(
     for other, loss in results[1:]:
         assert relative(other, full) < 1e-5
         assert loss == pytest.approx(full_loss, rel=1e-5)
-
-
-RANKS = """
-import json, sys
-from pathlib import Path
-from test_step import ALGORITHMS, CASES, config_with, gradients, rollouts_for
-from cotutor.trainer.config import OptimizerConfig, PolicyConfig, StudentConfig
-from cotutor.trainer.policy import Policy
-from cotutor.trainer.step import accumulate_gradients
-from cotutor.trainer.world import World
-
-world = World()
-results = []
-for name, split in CASES:
-    algorithm = ALGORITHMS[name]()
-    rollouts = rollouts_for(name)
-    mine = rollouts[:split] if world.rank == 0 else rollouts[split:]
-    policy = Policy(StudentConfig("s", sys.argv[2]), PolicyConfig(), OptimizerConfig(), world,
-        teacher=algorithm.teacher, teacher_rate=0.05, seed=0)
-    sums, _ = accumulate_gradients(policy, algorithm, mine, config_with(60), world)
-    results.append([{k: v.tolist() for k, v in gradients(policy).items()}, sums["loss"]])
-if world.main:
-    Path(sys.argv[1]).write_text(json.dumps(results))
-world.barrier()
-world.close()
-"""
-# How many of 9 rollouts rank 0 has.
-CASES = [("sdpo", 9), ("sdpo", 2), ("grpo", 7), ("sft", 3), ("rl2f with a world model", 7)]
-
-
-@pytest.mark.distributed
-def test_two_ranks_with_uneven_work_give_one_rank_s_gradient(
-    make_policy: Callable[..., Policy],
-    model_folder: Path,
-    world: World,
-    torchrun: Callable[..., Any],
-) -> None:
-    found = torchrun(RANKS, 2, str(model_folder))
-    for (name, _), (two, two_loss) in zip(CASES, found, strict=True):
-        algorithm = ALGORITHMS[name]()
-        rollouts = rollouts_for(name)
-        policy = make_policy(teacher=algorithm.teacher, activation_checkpointing=True)
-        sums, _ = accumulate_gradients(policy, algorithm, rollouts, config_with(60), world)
-        tensors = {k: torch.tensor(v) for k, v in two.items()}
-        assert relative(tensors, gradients(policy)) < 1e-5
-        assert two_loss == pytest.approx(sums["loss"], rel=1e-5)
 
 
 def test_the_denominator_counts_rollouts_without_a_teacher(
