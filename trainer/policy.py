@@ -7,7 +7,6 @@ only, where FSDP has the head's weight whole.
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import shutil
 from collections.abc import Callable, Iterator
@@ -23,11 +22,11 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
-from transformers.utils import is_flash_attn_2_available
 
 from cotutor.rollout.engine import request_seed
-from cotutor.rollout.models import ModelError, load_model
+from cotutor.rollout.models import load_model
 from cotutor.trainer.config import OptimizerConfig, PolicyConfig, StudentConfig
+from cotutor.trainer.layers import add_liger, choose_attention, uses_liger
 from cotutor.trainer.world import World
 
 T = TypeVar("T")
@@ -92,8 +91,7 @@ class Policy:
         self.teacher_rate = teacher_rate
         self.max_grad_norm = optimizer.max_grad_norm
         self.compute_dtype = compute_dtype(config, world.device)
-        self._varlen = varlen_attention(config, world.device)
-        self.packs = config.packing == "on" or (config.packing == "auto" and self._varlen)
+        self.packs = False  # set with the model, which must be able to keep sequences apart
         self._vocab_size = vocab_size
         self._init_seed = seed if student.random_init else None
         self._lora_seed = request_seed(seed, student.name)
@@ -111,7 +109,10 @@ class Policy:
 
     def _sharded(self, model_path: str, *, trainable: bool) -> Scorer:
         model = load_model(model_path, dtype=torch.float32, random_init_seed=self._init_seed)
-        self._choose_layers(model, model_path)
+        device = self.world.device
+        self.packs = choose_attention(model, self.config, device, self.compute_dtype)
+        if uses_liger(self.config, device):
+            add_liger(model, wanted=self.config.liger == "on")
         if self.config.lora_rank:
             _add_lora(model, self.config, self._lora_seed)
         if not trainable:
@@ -130,20 +131,6 @@ class Policy:
         # whole after a forward, so that the kernels can use the teacher's head in the student's.
         fully_shard(scorer, mesh=self.world.mesh, mp_policy=precision, reshard_after_forward=False)
         return scorer
-
-    def _choose_layers(self, model: Any, model_path: str) -> None:
-        """Attention for packed sequences, and Liger's layers, where they are wanted."""
-        if self.packs and not attends_only(model):
-            if self.config.packing == "on":
-                raise ModelError(
-                    f"model {model_path}: its layers carry state from one packed sequence to the"
-                    " next; use --policy.packing off"
-                )
-            self.packs = False
-        if self.packs and self._varlen:
-            model.set_attn_implementation("flash_attention_2")
-        if uses_liger(self.config, self.world.device):
-            _add_liger(model, model_path, wanted=self.config.liger == "on")
 
     # --- forward and step -----------------------------------------------------------------------
 
@@ -286,41 +273,6 @@ def compute_dtype(config: PolicyConfig, device: torch.device) -> torch.dtype:
     if config.compute_dtype == "auto":
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     return {"float32": torch.float32, "bfloat16": torch.bfloat16}[config.compute_dtype]
-
-
-def varlen_attention(config: PolicyConfig, device: torch.device) -> bool:
-    """Can flash-attn's varlen attention run? It needs a GPU and a 16-bit compute dtype."""
-    half = compute_dtype(config, device) == torch.bfloat16
-    return device.type == "cuda" and half and is_flash_attn_2_available()
-
-
-def attends_only(model: Any) -> bool:
-    """Do position ids alone keep packed sequences apart? Not in recurrent or linear layers."""
-    kinds = set(getattr(model.config, "layer_types", None) or ())
-    return not model._is_stateful and kinds <= {"full_attention", "sliding_attention"}
-
-
-def uses_liger(config: PolicyConfig, device: torch.device) -> bool:
-    """Never on the CPU: Liger's layers are Triton kernels."""
-    wanted = config.liger == "on" or (
-        config.liger == "auto" and importlib.util.find_spec("liger_kernel") is not None
-    )
-    return device.type == "cuda" and wanted
-
-
-def _add_liger(model: Any, model_path: str, wanted: bool) -> None:
-    """Replace norms, gated MLPs and rotations, not the loss, which the project's kernels make."""
-    from liger_kernel.transformers import monkey_patch
-
-    if model.config.model_type in monkey_patch.MODEL_TYPE_TO_APPLY_LIGER_FN:
-        monkey_patch._apply_liger_kernel_to_instance(
-            model, cross_entropy=False, fused_linear_cross_entropy=False
-        )
-    elif wanted:
-        raise ModelError(
-            f"model {model_path}: Liger knows no {model.config.model_type} model; use"
-            " --policy.liger auto"
-        )
 
 
 def _add_lora(model: Any, config: PolicyConfig, seed: int) -> None:

@@ -23,8 +23,10 @@ from cotutor.trainer.world import World
 VOCABULARY = 61
 
 
-def tiny_qwen3(folder: Path, *, tied: bool = False, seed: int = 0) -> Path:
-    """A random two-layer Qwen3 model folder without a tokenizer."""
+def tiny_qwen3(
+    folder: Path, *, tied: bool = False, seed: int = 0, window: int | None = None
+) -> Path:
+    """A random two-layer Qwen3 model folder without a tokenizer; layer 2 may slide a window."""
     torch.manual_seed(seed)
     config = Qwen3Config(
         vocab_size=VOCABULARY,
@@ -35,6 +37,9 @@ def tiny_qwen3(folder: Path, *, tied: bool = False, seed: int = 0) -> Path:
         num_key_value_heads=1,
         head_dim=16,
         tie_word_embeddings=tied,
+        use_sliding_window=window is not None,
+        sliding_window=window,
+        max_window_layers=1,
     )
     Qwen3ForCausalLM(config).save_pretrained(folder)
     return folder

@@ -19,14 +19,14 @@ from cotutor.trainer.world import World, mesh_shape
 
 # How many of 9 rollouts the first rank has; the last one has the others, those between none.
 CASES = [("sdpo", 9), ("sdpo", 2), ("grpo", 7), ("sft", 3)]
-CLIP = 1e-3
+CLIP = 1e-4
 
 RANKS = """
 import json, sys
 from pathlib import Path
 import torch
 from conftest import make_rollouts
-from test_mesh import CASES, CLIP, two_steps
+from test_mesh import CASES, CLIP, train
 from test_policy import NoTokenizer
 from test_step import ALGORITHMS, config_with, gradients
 from cotutor.trainer.config import OptimizerConfig, ParallelConfig, PolicyConfig, StudentConfig
@@ -58,13 +58,13 @@ for name, split in CASES:
     cases.append([{k: v.tolist() for k, v in gradients(policy).items()}, sums["loss"]])
 
 policy = policy_with("ema")
-norms = two_steps(policy, world, [0, 1], lambda rollouts: mine(rollouts, 2))
+norms = train(policy, world, [0, 1], lambda rollouts: mine(rollouts, 2))
 policy.save(folder / "state")
 policy.export(folder / "export", NoTokenizer())
-two_steps(policy, world, [2], lambda rollouts: mine(rollouts, 3))
+train(policy, world, [2], lambda rollouts: mine(rollouts, 3))
 resumed = policy_with("ema")
 resumed.load(folder / "state")
-two_steps(resumed, world, [2], lambda rollouts: mine(rollouts, 3))
+train(resumed, world, [2], lambda rollouts: mine(rollouts, 3))
 same = all(
     torch.equal(a.to_local(), b.to_local())
     for one, other in ((policy.student, resumed.student), (policy.teacher, resumed.teacher))
@@ -78,7 +78,7 @@ world.close()
 """
 
 
-def two_steps(
+def train(
     policy: Policy, world: World, seeds: list[int], mine: Callable[[Any], Any]
 ) -> list[tuple[float, float]]:
     """Norms before clipping, and of what the optimizer sees, of a step with each seed."""
@@ -125,11 +125,11 @@ def test_every_mesh_does_what_one_rank_does(
 
     alone = make_policy("ema")
     alone.max_grad_norm = CLIP
-    norms = two_steps(alone, world, [0, 1], lambda rollouts: rollouts)
+    norms = train(alone, world, [0, 1], lambda rollouts: rollouts)
     for (norm, clipped), (expected, _) in zip(found["norms"], norms, strict=True):
         assert norm > 10 * CLIP
         assert norm == pytest.approx(expected, rel=1e-5)
-        assert clipped == pytest.approx(CLIP, rel=1e-3)
+        assert clipped == pytest.approx(CLIP, rel=2e-2)
     assert found["same"]  # resumed on the mesh, bit for bit
 
     # What the mesh wrote, read by one rank: the same weights and teacher as one rank's own.
@@ -141,8 +141,7 @@ def test_every_mesh_does_what_one_rank_does(
     assert loaded.teacher is not None
     assert alone.teacher is not None
     for one, other in ((loaded.student, alone.student), (loaded.teacher, alone.teacher)):
-        pairs = zip(one.named_parameters(), other.parameters(), strict=True)
-        for (name, p), q in pairs:
+        for (name, p), q in zip(one.named_parameters(), other.parameters(), strict=True):
             # Two Adam steps of 1e-3: rounding in the gradient moves where it is all but 0.
             difference = (p.full_tensor() - q.full_tensor()).abs()  # type: ignore[attr-defined]
             assert difference.mean() < 1e-6, name
