@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -56,10 +57,15 @@ def start(models: list[Path]) -> Start:
     """Start a small OPCoD run; random models earn no reward, so plain feedback is the signal."""
 
     def run(
-        out: Path, *arguments: str, ranks: int = 1, script: str = "trainer/main.py"
+        out: Path,
+        *arguments: str,
+        ranks: int = 1,
+        script: str = "trainer/main.py",
+        launch: tuple[str, ...] = ("--standalone",),
     ) -> subprocess.Popen[str]:
-        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-        command = [sys.executable, *(torchrun if ranks > 1 else []), script]
+        torchrun = ["-m", "torch.distributed.run", *launch, "--nproc-per-node", str(ranks)]
+        several = ranks > 1 or "--nnodes" in launch
+        command = [sys.executable, *(torchrun if several else []), script]
         command += ["--algo", "opcod", "--out", str(out), "--baselines", "none"]
         for n, model in enumerate(models):
             command += [f"--students.{n}.model", str(model)]
@@ -197,6 +203,29 @@ def test_two_ranks_with_uneven_work_finish(start: Start, tmp_path: Path) -> None
     # 13 test problems of each domain on two ranks: every one once.
     tested = [r for r in metrics(folder) if r["kind"] == "evaluation" and r["set"] == "test"]
     assert {a["problems"] for r in tested for a in r["accuracy"].values()} == {13}
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_two_nodes_do_what_one_does(start: Start, tmp_path: Path) -> None:
+    """A group of the mesh on each node: the same bits as two groups on one node."""
+    arguments = ("--steps", "1", "--parallel.replicate", "2")
+    finish(start(tmp_path / "one", *arguments, ranks=2), 400)
+    with socket.create_server(("localhost", 0)) as free:
+        port = free.getsockname()[1]
+    rendezvous = ("--rdzv-backend", "c10d", "--rdzv-endpoint", f"localhost:{port}")
+    nodes = [
+        start(
+            tmp_path / "two",
+            *arguments,
+            launch=("--nnodes", "2", "--node-rank", str(n), *rendezvous, "--rdzv-id", "cotutor"),
+        )
+        for n in range(2)
+    ]
+    told = [finish(node, 400) for node in nodes]
+    assert sum("mutual Pareto improvement: " in out for out in told) == 1
+    assert sum(r["kind"] == "step" for r in metrics(tmp_path / "two")) == 2
+    assert_same_run(tmp_path / "one", tmp_path / "two")
 
 
 FAILING = """
