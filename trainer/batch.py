@@ -41,6 +41,7 @@ def plan_micro_batches(
     weights: Sequence[float],
     max_tokens: int,
     turn_weight: float = 0.0,
+    *,
     packed: bool = False,
 ) -> list[list[int]]:
     """Indices of the trajectories with trained tokens, sorted by length, cut by token budget.
@@ -82,6 +83,7 @@ def make_micro_batch(
     temperature: float,
     device: torch.device,
     turn_weight: float = 0.0,
+    *,
     packed: bool = False,
 ) -> MicroBatch:
     """Tensors of these trajectories on `device`; the token at position t is row t − 1's target.

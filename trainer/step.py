@@ -48,7 +48,9 @@ def accumulate_gradients(
     # Divided by the one denominator, the teacher's tokens come to their own mean × coefficient.
     turn_weight = algorithm.world_model_coef * denominator / max(1.0, counts["teacher_tokens"])
     packed = policy.packs
-    plan = plan_micro_batches(rollouts, weights, config.policy.micro_batch_tokens, turn_weight, packed)
+    plan = plan_micro_batches(
+        rollouts, weights, config.policy.micro_batch_tokens, turn_weight, packed=packed
+    )
     n_micro_batches = max(world.gather(len(plan)))
     has_teacher = algorithm.teacher is not None
     temperature = config.rollout.temperature if algorithm.on_policy else 1.0
@@ -60,7 +62,12 @@ def accumulate_gradients(
         if n < len(plan):
             members = [rollouts[i] for i in plan[n]]
             batch = make_micro_batch(
-                members, algorithm.row_weights, temperature, world.device, turn_weight, packed
+                members,
+                algorithm.row_weights,
+                temperature,
+                world.device,
+                turn_weight,
+                packed=packed,
             )
         else:
             batch = empty_micro_batch(has_teacher, temperature, world.device)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from conftest import make_rollouts
-from test_step import ALGORITHMS, config_with, gradients, relative
+from test_step import ALGORITHMS, config_with, gradients, relative, rollouts_for
 from transformers import AutoModelForCausalLM
 
 from cotutor.trainer.config import ConfigError, ParallelConfig
@@ -18,17 +18,16 @@ from cotutor.trainer.step import accumulate_gradients
 from cotutor.trainer.world import World, mesh_shape
 
 # How many of 9 rollouts the first rank has; the last one has the others, those between none.
-CASES = [("sdpo", 9), ("sdpo", 2), ("grpo", 7), ("sft", 3)]
+CASES = [("sdpo", 9), ("sdpo", 2), ("grpo", 7), ("sft", 3), ("rl2f with a world model", 7)]
 CLIP = 1e-4
 
 RANKS = """
 import json, sys
 from pathlib import Path
 import torch
-from conftest import make_rollouts
 from test_mesh import CASES, CLIP, train
 from test_policy import NoTokenizer
-from test_step import ALGORITHMS, config_with, gradients
+from test_step import ALGORITHMS, config_with, gradients, rollouts_for
 from cotutor.trainer.config import OptimizerConfig, ParallelConfig, PolicyConfig, StudentConfig
 from cotutor.trainer.policy import Policy
 from cotutor.trainer.step import accumulate_gradients
@@ -52,7 +51,7 @@ def mine(rollouts, split):
 cases = []
 for name, split in CASES:
     algorithm = ALGORITHMS[name]()
-    rollouts = mine(make_rollouts(9, teacher=name == "sdpo"), split)
+    rollouts = mine(rollouts_for(name), split)
     policy = policy_with(algorithm.teacher)
     sums, _ = accumulate_gradients(policy, algorithm, rollouts, config_with(60), world)
     cases.append([{k: v.tolist() for k, v in gradients(policy).items()}, sums["loss"]])
@@ -116,7 +115,7 @@ def test_every_mesh_does_what_one_rank_does(
     found = torchrun(RANKS, replicate * shard, *arguments, timeout_s=400)
     for (name, _), (many, many_loss) in zip(CASES, found["cases"], strict=True):
         algorithm = ALGORITHMS[name]()
-        rollouts = make_rollouts(9, teacher=name == "sdpo")
+        rollouts = rollouts_for(name)
         policy = make_policy(teacher=algorithm.teacher, activation_checkpointing=True)
         sums, _ = accumulate_gradients(policy, algorithm, rollouts, config_with(60), world)
         tensors = {k: torch.tensor(v) for k, v in many.items()}

@@ -85,7 +85,7 @@ def test_packed_sequences_do_not_see_each_other(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     algorithm = ALGORITHMS[name]()
-    rollouts = make_rollouts(9, teacher=name == "sdpo")
+    rollouts = rollouts_for(name)
     model = tiny_qwen3(tmp_path / "model", window=window)
 
     def result(packing: str, tokens: int) -> tuple[dict[str, torch.Tensor], float]:
@@ -114,7 +114,7 @@ def test_both_sides_of_a_packed_batch_are_the_padded_one_s(
     hidden = []
     for packed in (False, True):
         policy = make_policy("ema", packing="on" if packed else "off")
-        batch = make_micro_batch(rollouts, lambda _: 1.0, 1.0, world.device, packed)
+        batch = make_micro_batch(rollouts, lambda _: 1.0, 1.0, world.device, packed=packed)
         assert (batch.position_ids is None) != packed
         assert batch.teacher_ids is not None
         assert batch.teacher_row_index is not None
@@ -135,14 +135,14 @@ def test_packed_micro_batches_hold_what_the_budget_allows() -> None:
     lengths = [
         max(len(r.ids), len(r.teacher_prompt_ids or ()) + len(r.response_ids())) for r in rollouts
     ]
-    plans = {p: plan_micro_batches(rollouts, [1.0] * 40, 60, p) for p in (False, True)}
+    plans = {p: plan_micro_batches(rollouts, [1.0] * 40, 60, packed=p) for p in (False, True)}
     for packed, plan in plans.items():
         assert sorted(i for members in plan for i in members) == list(range(40))
         for members in plan:
             longest = max(lengths[i] for i in members) * len(members)
             assert (sum(lengths[i] for i in members) if packed else longest) <= 60
     assert len(plans[True]) < len(plans[False])
-    alone = plan_micro_batches(rollouts, [1.0] * 40, 1, True)
+    alone = plan_micro_batches(rollouts, [1.0] * 40, 1, packed=True)
     assert [len(members) for members in alone] == [1] * 40
 
 
