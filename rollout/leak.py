@@ -54,6 +54,7 @@ _BEFORE_VALUE = re.compile(
     r"|now|about|the|an?|number|value|word|of|option|choice)\b){0,16}",
     re.IGNORECASE,
 )
+_HEAD_LINE = re.compile(r"(?:async )?def\b.*:$|class\b.*:$|import\b|from\b.*\bimport\b|@|[\"']{3}")
 _HEAD_CHARS = 80  # how far behind "the answer is" it can begin
 
 
@@ -76,7 +77,7 @@ def leaks(message: str, problem: Problem, said: str = "") -> bool:
         read = nfkc
     elif problem.kind == "code":
         finders = [_pattern_finder(run) for run in _program_runs(problem.solution)]
-        read = nfkc
+        read = _statements
     else:
         raise ValueError(f"no leak check for problems of the kind {problem.kind!r}")
     shown, known = read(_visible(message)), read(_visible(said))
@@ -116,14 +117,17 @@ def _visible(text: str) -> str:
 
 def _readable_math(text: str) -> str:
     """A text whose numbers and formulas have one spelling; boxes stay."""
-    text = re.sub(r"\\text(?:bf|it|rm)?\s{0,3}\{\s{0,3}\}|\{\s{0,3}\}", "", plain_math(text))
+    words = r"\\(?:text(?:bf|it|rm)?|mbox|mathrm)\s{0,3}\{([^{}]{0,200})\}"
+    text = re.sub(r"\{\s{0,3}\}", "", re.sub(words, r"\1", plain_math(text)))
     text = re.sub(  # \frac{1}{2}, \frac12
         r"\\frac\s{0,3}(?:\{\s{0,3}([-\d.,]{1,40})\s{0,3}\}|(\d))\s{0,3}"
         r"(?:\{\s{0,3}([\d.,]{1,40})\s{0,3}\}|(\d))",
         lambda m: f" {m[1] or m[2]}/{m[3] or m[4]} ",
         text,
     )
-    return re.sub(r"(?<!\w)_{1,2}(?=\w)|(?<=\w)_{1,2}(?!\w|\{)", " ", text)  # emphasis
+    emphasis = r"(?<!\w)_{1,2}(?=\w)|(?<=\w)_{1,2}(?!\w|\{)"
+    emphasis += r"|(?<![\w*)}])\*{1,3}(?=\S)|(?<=\S)\*{1,3}(?![\w*({\\])"
+    return re.sub(emphasis, " ", text)
 
 
 def _nothing(_text: str) -> list[tuple[int, int]]:
@@ -140,18 +144,15 @@ def _answer_finder(gold: str) -> Finder:
         return lambda text: [
             span for span, said in numbers(text) if any(_same(wanted, number) for number in said)
         ]
-    signs = bare(_visible(gold))
+    signs = bare(_readable_math(_visible(gold)))
     if signs.isalpha():
         return _text_finder(signs)
-    pieces = []
-    for sign in signs:
-        if sign in "{}":
-            pieces.append(re.escape(sign) + "?")
-        elif sign == ",":
-            pieces.append(r"(?:,?\s{0,3}(?:and|or)|,)")
-        else:
-            pieces.append(re.escape(sign))
-    inner = r"\s{0,3}".join(pieces)
+    pieces = [
+        r"(?:,?\s{0,3}(?:and|or)|,)" if sign == "," else re.escape(sign)
+        for sign in signs
+        if sign not in "{}"
+    ]
+    inner = r"[\s{}]{0,4}".join(pieces)
     return _pattern_finder(rf"(?<![\w\\^.+*/-]){inner}(?![\w^*/+]|\s{{1,3}}[\^*/+]|-\w)")
 
 
@@ -182,14 +183,20 @@ def _pattern_finder(pattern: str) -> Finder:
     return lambda text: [match.span() for match in compiled.finditer(text)]
 
 
+def _statements(program: str) -> str:
+    """A program, or a text around one, without comments, imports and the heads of definitions."""
+    lines = (re.sub(r"(?:^|\s)#.{0,400}$", "", line).strip() for line in nfkc(program).split("\n"))
+    return "\n".join(line for line in lines if line and not _HEAD_LINE.match(line))
+
+
 @lru_cache(maxsize=4096)
 def _program_runs(program: str) -> tuple[str, ...]:
     """Patterns of the runs of lines that would give a program away, white space left open."""
-    lines = []
-    for line in program.split("\n"):
-        line = line.strip()
-        if line and not re.match(r"#|(?:async )?def\b|class\b|import\b|from\b|@|[\"']{3}", line):
-            lines.append(r"\s{0,40}".join(map(re.escape, re.findall(r"\w+|[^\w\s]", line))))
+    lines = [
+        r"\s{0,40}".join(map(re.escape, re.findall(r"\w+|[^\w\s]", line)))
+        for line in _statements(program).split("\n")
+        if line
+    ]
     size = min(_RUN_LINES, len(lines))
     runs = [r"\s{0,40}".join(lines[n : n + size]) for n in range(len(lines) - size + 1) if size]
     return tuple(rf"(?<!\w){run}(?!\w)" for run in runs)

@@ -13,10 +13,11 @@ from typing import Any
 import pyarrow as pa  # type: ignore[import-untyped]
 import pyarrow.parquet as pq  # type: ignore[import-untyped]
 
+from cotutor.rollout.prompts import SHOWN_TESTS, fill
 from cotutor.rollout.trajectory import Problem
 
-FIELDS = {name: name for name in ("question", "answer", "options", "solution", "system")}
-_OPTIONAL = ("options", "solution", "system")
+FIELDS = {name: name for name in ("question", "answer", "options", "solution", "system", "imports")}
+_OPTIONAL = ("options", "solution", "system", "imports")
 
 _SCIKNOWEVAL_FIELDS = {"idx", "prompt", "answer", "system", "kind", "dataset"}
 _SCIKNOWEVAL_CLOSING = "\nPlease reason step by step."
@@ -41,6 +42,7 @@ def read_problems(
     kind: str = "mcq",
     fields: Mapping[str, str] = FIELDS,
     skip_bad_rows: bool = False,
+    shown_tests: int = 0,
 ) -> tuple[list[Problem], int]:
     """Read a file of problems.
 
@@ -52,10 +54,13 @@ def read_problems(
     Args:
         path: `.json` (an array, or JSON lines), `.jsonl` or `.parquet`, UTF-8.
         domain: the problems' domain.
-        kind: the verifier's kind; "code" takes a list of tests as the answer.
-        fields: our name (question, answer, options, solution, system) → the file's; names that
-            are left out keep their own.
+        kind: the verifier's kind; "code" takes a list of tests as the answer, and `imports` that
+            the tests need.
+        fields: our name (question, answer, options, solution, system, imports) → the file's; names
+            that are left out keep their own.
         skip_bad_rows: leave out rows that can't be used, and count them.
+        shown_tests: how many of a program's tests stand in the question, the first ones (they name
+            the function to be written); the others stay hidden. All of them are judged.
 
     Returns:
         The problems in the file's order, and how many rows were left out: repetitions of an
@@ -70,11 +75,16 @@ def read_problems(
         raise DataError(
             f"fields of {path}: {min(unknown)!r} is none of {', '.join(FIELDS)}: rename it"
         )
+    if kind != "code" and (shown_tests or fields.get("imports", "imports") != "imports"):
+        raise DataError(
+            f"{path}: only problems of kind 'code' have tests and imports, not {kind!r}: leave out "
+            "shown_tests and the field"
+        )
     problems: dict[str, Problem] = {}
     skipped = 0
     for line, row in _rows(path):
         try:
-            problem = _problem(row, f"{path}:{line}", domain, kind, fields)
+            problem = _problem(row, f"{path}:{line}", domain, kind, fields, shown_tests)
             earlier = problems.setdefault(problem.key, problem)
             if earlier.gold != problem.gold:
                 raise _BadRow(f"it repeats the question of {earlier.source} with another answer")
@@ -137,7 +147,9 @@ def _normalised_question(problem: Problem) -> str:
     return " ".join(question.casefold().split())
 
 
-def _problem(row: Any, source: str, domain: str, kind: str, fields: Mapping[str, str]) -> Problem:
+def _problem(
+    row: Any, source: str, domain: str, kind: str, fields: Mapping[str, str], shown_tests: int
+) -> Problem:
     """One row as a problem; raises _BadRow."""
     if isinstance(row, _BadRow):
         raise row
@@ -168,6 +180,10 @@ def _problem(row: Any, source: str, domain: str, kind: str, fields: Mapping[str,
             solution, _, gold = gold.rpartition(_GSM8K_MARK)
         if kind == "mcq":
             question, choices = _with_options(question, optional["options"])
+        if shown_tests:
+            question = _with_tests(question, row[names["answer"]], shown_tests)
+        if kind == "code" and optional["imports"] and gold.strip():
+            gold = f"{_lines(row, names['imports'])}\n{gold}"
     gold = gold.strip()
     if kind == "mcq":
         gold = _gold_letter(gold, choices)
@@ -213,9 +229,22 @@ def _answer(row: Mapping[str, Any], name: str, kind: str) -> str:
     value = row.get(name)
     if isinstance(value, int | float) and not isinstance(value, bool) and kind != "mcq":
         return str(value)
-    if kind == "code" and isinstance(value, list) and all(isinstance(v, str) for v in value):
+    return _lines(row, name) if kind == "code" else _text(row, name)
+
+
+def _lines(row: Mapping[str, Any], name: str) -> str:
+    """A text, or a list of its lines."""
+    value = row.get(name)
+    if isinstance(value, list) and all(isinstance(v, str) for v in value):
         return _checked("\n".join(value), name)
     return _text(row, name)
+
+
+def _with_tests(question: str, tests: Any, shown: int) -> str:
+    """The question with its first tests below, the others hidden."""
+    if not isinstance(tests, list) or len(tests) <= shown:
+        raise _BadRow(f"{shown} of its tests would be shown, and none would stay hidden")
+    return fill(SHOWN_TESTS, question=question, tests="\n".join(tests[:shown]))
 
 
 def _with_options(question: str, options: Any) -> tuple[str, dict[str, str]]:

@@ -113,6 +113,13 @@ FULL = PromptSet(
 )
 
 
+# A programming problem with the tests that its reader may see: {question} {tests}.
+SHOWN_TESTS = (
+    "{question}\n\nWrite it in Python. The program will be tested like this:\n\n"
+    "```python\n{tests}\n```"
+)
+
+
 def fill(template: str, **values: str) -> str:
     """Replace `{name}` by `values["name"]`, in one pass: braces in a value stay as they are.
 

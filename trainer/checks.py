@@ -198,6 +198,11 @@ def _check_names(config: Config) -> None:
             raise ConfigError(
                 f"data.domains: kind must be one of {', '.join(_KINDS)}; got {d.kind}"
             )
+        if d.shown_tests < 0 or (d.shown_tests and d.kind != "code"):
+            raise ConfigError(
+                f"data.domains: shown_tests of {d.name} must be at least 0, and 0 unless its kind"
+                f" is code; got {d.shown_tests}"
+            )
     for name in config.baselines:
         if config.baselines.count(name) > 1 or name in ("opcod", "rl2f"):
             raise ConfigError(

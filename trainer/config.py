@@ -46,6 +46,8 @@ class DomainConfig:
     kind: str = "mcq"  # verifier: mcq | math | expression | numeric | text | code
     game: str = ""  # source "games": "embedded:…", "textarena:…" or "reasoning_gym:…"
     fields: dict[str, str] = field(default_factory=dict)  # our name → the file's field name
+    # kind = "code": how many of the tests stand in the question; the others stay hidden.
+    shown_tests: int = 0
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,9 @@ class RolloutConfig:
     thinking: bool | None = None
     verifier_workers: int = 2
     verifier_timeout_s: float = 10.0
+    # Programs of a model run under bubblewrap. True: without it, under Landlock and a system-call
+    # filter instead; False: no program runs without bubblewrap.
+    allow_restricted_sandbox: bool = False
 
 
 @dataclass(frozen=True)

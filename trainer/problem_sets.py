@@ -5,9 +5,11 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
+from cotutor.rollout import sandbox
 from cotutor.rollout.curriculum import LEARNERS, rows
 from cotutor.rollout.games import game_problem
 from cotutor.rollout.problems import DataError, overlap, read_problems
@@ -29,15 +31,17 @@ class ProblemSets:
     notes: Mapping[str, int] = field(default_factory=dict)
 
 
-def load_problem_sets(config: DataConfig) -> ProblemSets:
+def load_problem_sets(run: Config) -> ProblemSets:
     """Read or generate all problems. Raises DataError or ConfigError that names file or option."""
+    config = run.data
     train: dict[str, list[Problem]] = {}
     validation: dict[str, list[Problem]] = {}
     test: dict[str, list[Problem]] = {}
     notes: dict[str, int] = {}
     for domain in config.domains:
         if config.source == "files":
-            _read(config, domain, train, validation, test, notes)
+            judging = _judging(domain, run.rollout.allow_restricted_sandbox)
+            _read(config, domain, judging, train, validation, test, notes)
         elif config.source == "games":
             train[domain.name], validation[domain.name], test[domain.name] = _games(config, domain)
         else:
@@ -45,9 +49,25 @@ def load_problem_sets(config: DataConfig) -> ProblemSets:
     return ProblemSets(train, validation, test, notes)
 
 
+def _judging(domain: DomainConfig, allow_restricted: bool) -> dict[str, Any]:
+    """Options of a domain's verifier. Raises ConfigError where programs can't be run."""
+    if domain.kind != "code":
+        return {}
+    try:
+        sandbox.level(allow_restricted)
+    except sandbox.SandboxUnavailable as error:
+        option = "--rollout.allow-restricted-sandbox true"
+        raise ConfigError(
+            f"data.domains: {domain.name} is judged by running programs, but "
+            f"{str(error).replace('set allow_restricted', f'pass {option}')}"
+        ) from error
+    return {"allow_restricted": allow_restricted}
+
+
 def _read(
     config: DataConfig,
     domain: DomainConfig,
+    judging: Mapping[str, Any],
     train: dict[str, list[Problem]],
     validation: dict[str, list[Problem]],
     test: dict[str, list[Problem]],
@@ -65,8 +85,10 @@ def _read(
             domain=domain.name,
             kind=domain.kind,
             skip_bad_rows=config.skip_bad_rows,
+            shown_tests=domain.shown_tests,
             **extra,
         )
+        problems = [replace(p, options={**p.options, **judging}) for p in problems]
         notes[f"{domain.name}/skipped_rows"] = notes.get(f"{domain.name}/skipped_rows", 0) + skipped
         return problems
 

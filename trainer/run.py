@@ -56,7 +56,7 @@ class Task(NamedTuple):
 def run(config: Config, make_algorithm: MakeAlgorithm) -> int:
     """Train (or evaluate) and write everything; returns the process's exit code."""
     # A user's mistakes in data and models are told before any process group stands.
-    problems = load_problem_sets(config.data)
+    problems = load_problem_sets(config)
     students = [Student.load(s, config) for s in config.students]
     algorithm = make_algorithm(config)
     drawn = {s.name: training_sampler(config, algorithm, s, problems) for s in students}

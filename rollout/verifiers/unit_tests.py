@@ -8,7 +8,7 @@ from .extraction import last_tag, visible
 from .verdict import Verdict, judged, unjudged
 
 _LANGUAGES = frozenset({"", "python", "py", "python3"})
-_MAX_DETAIL_CHARS = 2000
+_MAX_DETAIL_CHARS = 800
 _MAX_CODE_CHARS = 50_000
 
 
@@ -33,7 +33,7 @@ def judge(
 
     Returns:
         "right" when there are tests and all pass; "timed_out" at a limit; "error" when the sandbox
-        itself failed. `detail` has one line for each test that failed.
+        itself failed. `detail` has one line for each test that failed, and how, as far as they fit.
 
     Raises:
         SandboxUnavailable: no allowed level works here.
@@ -61,7 +61,9 @@ def extract(text: str) -> str | None:
     if blocks:
         return blocks[-1] if blocks[-1].strip() else None
     tagged = last_tag(text, "answer")
-    return (tagged if tagged is not None else text).strip("\n ") or None
+    program = (tagged if tagged is not None else text).strip("\n ")
+    inside = _fenced(program)  # a fence right behind the tag
+    return (inside[-1] if inside else program).strip("\n") or None
 
 
 def _fenced(text: str) -> list[str]:

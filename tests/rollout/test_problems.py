@@ -12,6 +12,8 @@ import pyarrow as pa  # type: ignore[import-untyped]
 import pyarrow.parquet as pq  # type: ignore[import-untyped]
 import pytest
 
+from cotutor.rollout import sandbox
+from cotutor.rollout.leak import leaks
 from cotutor.rollout.problems import DataError, overlap, read_problems, split_options
 from cotutor.rollout.trajectory import Problem
 from cotutor.rollout.verifiers import verify
@@ -256,6 +258,58 @@ def test_missing_files_and_unknown_fields(tmp_path: Path, write: Callable[..., P
         read(write([ROW]), fields={"solution": "proof"})
 
 
+CODE = {
+    "prompt": "Write a function that adds one.",
+    "code": "def g(x):\n    return math.floor(x) + 1",
+    "test_imports": ["import math"],
+    "test_list": ["assert g(1) == 2", "assert g(math.e) == 3"],
+}
+CODE_FIELDS = {
+    "question": "prompt",
+    "answer": "test_list",
+    "solution": "code",
+    "imports": "test_imports",
+}
+
+
+def test_programs_with_some_tests_shown(write: Callable[..., Path]) -> None:
+    path = write([CODE])
+    (hidden,), _ = read(path, kind="code", fields=CODE_FIELDS)
+    (shown,), _ = read(path, kind="code", fields=CODE_FIELDS, shown_tests=1)
+    assert hidden.question == CODE["prompt"]
+    assert shown.question.startswith(f"{CODE['prompt']}\n\n")
+    assert "```python\nassert g(1) == 2\n```" in shown.question
+    assert "math.e" not in shown.question
+    assert shown.gold == "import math\nassert g(1) == 2\nassert g(math.e) == 3" == hidden.gold
+    assert shown.solution == CODE["code"]
+    assert shown.key != hidden.key
+    (bare,), _ = read(write([{**CODE, "test_imports": []}]), kind="code", fields=CODE_FIELDS)
+    assert bare.gold == "assert g(1) == 2\nassert g(math.e) == 3"
+
+
+@pytest.mark.parametrize(
+    ("row", "options", "message"),
+    [
+        (CODE, {"shown_tests": 2}, "2 of its tests would be shown, and none would stay hidden"),
+        ({**CODE, "test_list": "assert g(1) == 2"}, {"shown_tests": 1}, "none would stay hidden"),
+        ({**CODE, "test_imports": 3}, {}, "'test_imports' should be a text, but is a number"),
+        ({**CODE, "test_list": [3]}, {}, "'test_list' should be a text, but is a list"),
+    ],
+)
+def test_programs_whose_tests_do_not_fit(
+    row: dict[str, Any], options: dict[str, Any], message: str, write: Callable[..., Path]
+) -> None:
+    with pytest.raises(DataError, match=rf"rows\.jsonl:1: .*{message}"):
+        read(write([row]), kind="code", fields=CODE_FIELDS, **options)
+
+
+def test_only_programs_have_tests_and_imports(write: Callable[..., Path]) -> None:
+    with pytest.raises(DataError, match="only problems of kind 'code' have tests"):
+        read(write([ROW]), shown_tests=1)
+    with pytest.raises(DataError, match="only problems of kind 'code' have tests and imports"):
+        read(write([ROW]), fields={"imports": "test_imports"})
+
+
 def data(name: str) -> Path:
     root = os.environ.get("COTUTOR_DATA")
     if not root:
@@ -302,7 +356,7 @@ def test_published_sciknoweval(domain: str, train: int, test: int, shared: int) 
         (
             "mbpp/sanitized-mbpp.json",
             "code",
-            {"question": "prompt", "answer": "test_list", "solution": "code"},
+            CODE_FIELDS,
             427,
         ),
     ],
@@ -311,3 +365,38 @@ def test_other_published_files(name: str, kind: str, fields: dict[str, str], cou
     problems, skipped = read_problems(data(name), domain="d", kind=kind, fields=fields)
     assert (len(problems), skipped) == (count, 0)
     assert all(p.gold and p.solution for p in problems)
+
+
+def test_published_gsm8k_has_worked_solutions() -> None:
+    problems, _ = read_problems(data("gsm8k/test.jsonl"), domain="gsm8k", kind="math")
+    assert len(problems) == 1319
+    first = problems[0]
+    assert (first.gold, first.solution.split("\n")[-1][:19]) == ("18", "She makes 9 * 2 = $")
+    for problem in problems[:200]:
+        assert "####" not in problem.solution
+        assert verify("math", problem.gold, f"So it is {problem.gold}.").correct
+        assert not leaks(problem.solution.split("\n")[0], problem, problem.question) or (
+            problem.gold in problem.solution.split("\n")[0]
+        )
+        assert leaks(f"The answer is {problem.gold}.", problem, problem.question)
+
+
+def test_published_mbpp_shows_a_test_and_hides_the_others() -> None:
+    path = data("mbpp/sanitized-mbpp.json")
+    problems, _ = read_problems(path, domain="mbpp", kind="code", fields=CODE_FIELDS, shown_tests=1)
+    rows = json.loads(path.read_text())
+    for row, problem in zip(rows, problems, strict=True):
+        assert row["test_list"][0] in problem.question
+        assert not any(test in problem.question for test in row["test_list"][1:])
+        assert problem.gold.split("\n") == [
+            line for part in [*row["test_imports"], *row["test_list"]] for line in part.split("\n")
+        ]
+        assert leaks(problem.solution, problem, problem.question)
+    try:
+        sandbox.level(allow_restricted=True)
+    except sandbox.SandboxUnavailable as error:
+        pytest.skip(str(error))
+    with_imports = [p for p, row in zip(problems, rows, strict=True) if row["test_imports"]]
+    for problem in (*problems[:8], *with_imports[:4]):
+        verdict = verify("code", problem.gold, problem.solution, allow_restricted=True)
+        assert verdict.correct, (problem.source, verdict.detail)

@@ -240,6 +240,8 @@ def test_the_lower_level_must_be_allowed(monkeypatch: pytest.MonkeyPatch) -> Non
         ("```python\nx = 1\n```", "x = 1"),
         ("```\nx = 1\n```\nthen\n```py\nx = 2\n```\n```text\nno\n```", "x = 2"),
         ("<think>```python\nx = 1\n```</think><answer>x = 3</answer>", "x = 3"),
+        ("<answer>```python\nx = 5\n```</answer>", "x = 5"),
+        ("<answer>\n```\n  x = 6\n```\n</answer>", "  x = 6"),
         ("x = 4", "x = 4"),
         ("```python\nx = 1", "```python\nx = 1"),
         ("", None),
@@ -261,6 +263,21 @@ def test_code_verdicts(level: sandbox.Level, monkeypatch: pytest.MonkeyPatch) ->
     assert verify("code", TESTS, "```python\nwhile 1: pass\n```", timeout_s=1).status == "timed_out"
     assert verify("code", TESTS, " ").status == "no_answer"
     assert verify("code", TESTS, "def f(x):").status == "wrong"
+
+
+def test_the_detail_of_a_verdict_is_short_whatever_a_program_says(
+    level: sandbox.Level, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sandbox, "level", lambda allow_restricted: level)
+    tests = "\n".join(f"assert f({n}) == {n}" for n in range(20))
+    verdict = verify("code", tests, "def f(x): raise ValueError('x' * 10**6)")
+    first, second, *_ = verdict.detail.split("\n")
+    assert first == "0 of 20 tests pass"
+    assert second.startswith("assert f(0) == 0: ValueError: xxx")
+    assert len(verdict.detail) <= 800
+    broken = verify("code", tests, "def f(x:")
+    assert "loading the program: SyntaxError" in broken.detail
+    assert "no result within 1 s" in verify("code", tests, "while 1: 0", timeout_s=1).detail
 
 
 PARENT = """

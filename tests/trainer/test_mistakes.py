@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from cotutor.rollout import sandbox
 from cotutor.trainer.main import main
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -172,3 +173,41 @@ def test_mistakes_in_data_and_models(
     ]
     assert re.search(r"train\.json:\d: no worked solution to train on", told(*sft))
     assert re.search(r"--rollout\.max-prompt-tokens 3: no prompt of physics", run(limit=3))
+
+
+def test_programs_need_a_sandbox(
+    told: Callable[..., str],
+    preset: Callable[[str], str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    row = {"question": "Write f.", "answer": ["assert f(1)", "assert f(2)"]}
+    (tmp_path / "rows.jsonl").write_text(json.dumps(row))
+    text = f"""
+algo = "grpo"
+students = [{{ name = "s1", model = "configs/tiny/s1" }}]
+[data]
+source = "files"
+root = "{tmp_path}"
+[[data.domains]]
+name = "code"
+train = "rows.jsonl"
+test = "rows.jsonl"
+kind = "KIND"
+shown_tests = 1
+"""
+    out = ("--out", str(tmp_path / "run"))
+    monkeypatch.setenv("PATH", "/nonexistent")
+    sandbox._bubblewrap_missing.cache_clear()
+    try:
+        assert re.search(
+            r"data\.domains: code is judged by running programs, but code can't be run safely: .*"
+            r"install bubblewrap, or pass --rollout\.allow-restricted-sandbox true",
+            told("--config", preset(text.replace("KIND", "code")), *out),
+        )
+    finally:
+        sandbox._bubblewrap_missing.cache_clear()
+    assert re.search(
+        "shown_tests of code must be at least 0, and 0 unless its kind is code; got 1",
+        told("--config", preset(text.replace("KIND", "math")), *out),
+    )
