@@ -69,12 +69,12 @@ def leaks(message: str, problem: Problem, said: str = "") -> bool:
     """
     if problem.kind == "mcq":
         return _leaks_option(_visible(message), problem, _visible(said))
+    read: Callable[[str], str] = nfkc
     if problem.kind in _MATH_KINDS:
         finders = [_answer_finder(problem.gold)]
         read = _readable_math
     elif problem.kind == "text":
         finders = [_text_finder(problem.gold)]
-        read = nfkc
     elif problem.kind == "code":
         finders = [_pattern_finder(run) for run in _program_runs(problem.solution)]
         read = _statements

@@ -37,7 +37,7 @@ def test_ids_are_those_of_the_template(name: str, first: str, answer: str, secon
         assert chat(name).prompt(messages) == rendered(name, messages)
 
 
-@pytest.mark.parametrize("name", ["chatml", "qwen3", "llama3"])
+@pytest.mark.parametrize("name", ["chatml", "qwen3", "llama3", "gemma3"])
 @given(system=contents)
 @settings(max_examples=20, deadline=None)
 def test_system_messages(name: str, system: str) -> None:

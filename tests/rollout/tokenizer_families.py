@@ -25,11 +25,18 @@ CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"
     "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
-# Like Qwen3's: thinking of earlier turns is dropped, and an empty think block can be forced.
+# Like Qwen3's: thinking is kept only after the last user message, where an assistant's last turn
+# without any gets an empty block; one can be forced into the generation prompt.
 QWEN3 = (
+    "{% set ns = namespace(asked=-1) %}"
+    "{% for m in messages %}{% if m.role == 'user' %}{% set ns.asked = loop.index0 %}{% endif %}"
+    "{% endfor %}"
     "{% for m in messages %}{% set text = m.content %}{% if m.role == 'assistant' %}"
-    "{% if '</think>' in text %}{% set text = text.split('</think>')[-1].lstrip('\n') %}{% endif %}"
-    "{% if loop.last %}{% set text = '<think>\n\n</think>\n\n' + text.lstrip('\n') %}{% endif %}"
+    "{% set thought = '' %}{% if '</think>' in text %}"
+    "{% set thought = text.split('</think>')[0].split('<think>')[-1].strip('\n') %}"
+    "{% set text = text.split('</think>')[-1].lstrip('\n') %}{% endif %}"
+    "{% if loop.index0 > ns.asked and (loop.last or thought) %}"
+    "{% set text = '<think>\n' + thought + '\n</think>\n\n' + text.lstrip('\n') %}{% endif %}"
     "{% endif %}{{ '<|im_start|>' + m.role + '\n' + text + '<|im_end|>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}"
     "{% if enable_thinking is defined and enable_thinking is false %}"
@@ -45,6 +52,16 @@ GEMMA = (
     "{{ bos_token }}{% if messages[0].role == 'system' %}{{ raise_exception('no system role') }}"
     "{% endif %}{% for m in messages %}{{ '<start_of_turn>' + ('model' if m.role == 'assistant' "
     "else m.role) + '\n' + m.content | trim + '<end_of_turn>\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"
+)
+# Like Gemma 3's: a system message is written into the first user's turn, and turns must alternate.
+GEMMA3 = (
+    "{{ bos_token }}{% set prefix = '' %}{% set turns = messages %}"
+    "{% if messages[0].role == 'system' %}{% set turns = messages[1:] %}"
+    "{% set prefix = messages[0].content + '\n\n' %}{% endif %}{% for m in turns %}"
+    "{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('must alternate') }}"
+    "{% endif %}{{ '<start_of_turn>' + ('model' if m.role == 'assistant' else m.role) + '\n' + "
+    "(prefix if loop.first else '') + m.content | trim + '<end_of_turn>\n' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<start_of_turn>model\n' }}{% endif %}"
 )
 LLAMA2 = (
@@ -163,6 +180,12 @@ def family(name: str) -> Any:
             GEMMA,
             {"bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "<unk>"},
         ),
+        "gemma3": (
+            spaces_as_signs,
+            ["<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"],
+            GEMMA3,
+            {"bos_token": "<bos>", "eos_token": "<eos>", "unk_token": "<unk>"},
+        ),
         "llama2": (
             metaspace,
             ["<s>", "</s>"],
@@ -181,7 +204,7 @@ def chat(name: str, thinking: bool | None = None) -> Chat:
     return Chat(family(name), thinking=thinking)
 
 
-FAMILIES = ["chatml", "qwen3", "llama3", "gemma", "llama2"]
+FAMILIES = ["chatml", "qwen3", "llama3", "gemma", "gemma3", "llama2"]
 
 
 def rendered(name: str, messages: list[Message], **options: Any) -> list[int]:
