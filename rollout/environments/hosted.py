@@ -24,7 +24,7 @@ from cotutor.rollout.verifiers.inside import wire
 from .protocol import GameRefused, Step
 
 STEP_LIMIT_S = 5.0
-_OPEN_LIMIT_S = 120.0  # the first one imports a package
+_OPEN_LIMIT_S = 300.0  # the first one imports a package: 10 s without cached bytecode
 _START_LIMIT_S = 120.0
 _MAX_MESSAGE_CHARS = 200_000  # what verifiers read of a completion, too: its end
 

@@ -3,7 +3,9 @@
 One player: 2048, Blackjack, Crosswords, FifteenPuzzle, FrozenLake, GuessTheNumber, Hangman,
 LightsOut, LogicPuzzle, Mastermind, Minesweeper, PegJump, RushHour, Secretary, Sokoban, Sudoku,
 TowerOfHanoi, Wordle and WordSearch, in all their registered versions. Two players: KuhnPoker, Poker
-and WordChains; the model is player 0 and plays against a fixed policy (`opponents.py`).
+and WordChains; the model is player 0 and plays against a fixed policy (`opponents.py`). Setting a
+game up takes milliseconds, but about 1 s in RushHour and Sokoban, and several in Sokoban-v0-medium
+and Sudoku-v0-hard, which search for a puzzle.
 
 The player is told what is new since its last turn, without its own words. TextArena's rewards
 become scores so: with one player, the reward (the solved share, or 0 and 1) cut to [0, 1]; before
@@ -15,6 +17,8 @@ as TextArena has it.
 
 from __future__ import annotations
 
+import copy
+import functools
 import random
 from typing import Any
 
@@ -46,6 +50,8 @@ _WHY_NOT = {
     "Set": "has rewards without an upper end",
     "WordLadder": "needs nltk's word list, which has to be downloaded",
 }
+# They change nothing of theirs but `state`, and gathering their words takes up to 0.2 s.
+_WORD_GAMES = ("Hangman", "WordChains", "Wordle")
 _MAX_OPPONENT_MOVES = 100
 _BRACKETS = "ActionFormattingWrapper"
 
@@ -80,6 +86,11 @@ def _choices() -> str:
     return f"choose a version of {', '.join(plain)}"
 
 
+@functools.cache
+def _prototype(env_id: str) -> Any:
+    return textarena.make(env_id)
+
+
 class TextArenaGame:
     """One game as a player's conversation with it.
 
@@ -90,7 +101,8 @@ class TextArenaGame:
     """
 
     def __init__(self, env_id: str, family: str, brackets: bool) -> None:
-        self._env: Any = textarena.make(env_id)
+        words = family in _WORD_GAMES
+        self._env: Any = copy.copy(_prototype(env_id)) if words else textarena.make(env_id)
         self._policy = POLICIES.get(family)
         self._brackets = brackets
         self._rng = random.Random()

@@ -443,3 +443,30 @@ def test_games_of_a_lost_process_go_on() -> None:
     process.kill()
     process.wait()
     assert kept.step("[apple]") == expected[3]
+
+
+GUARDED = """
+import contextlib, os, socket, subprocess
+from cotutor.rollout.environments import worker
+guard = worker._Guard()
+guard.playing = True
+def tried(act):
+    try:
+        act()
+    except worker._Refused:
+        return "refused"
+    except Exception as error:
+        return type(error).__name__
+    return "done"
+import colorsys
+print(tried(lambda: eval("1 + 1")), tried(lambda: exec("x = 1")), end=" ")
+print(tried(lambda: subprocess.run(["true"])), tried(lambda: os.system("true")), end=" ")
+print(tried(lambda: socket.create_connection(("127.0.0.1", 9))), end=" ")
+guard.playing = False
+print(tried(lambda: eval("1 + 1")))
+"""
+
+
+def test_guard_of_the_worker() -> None:
+    told = subprocess.check_output([sys.executable, "-c", GUARDED], text=True)
+    assert told.split() == ["refused"] * 5 + ["done"]
