@@ -23,7 +23,7 @@ from cotutor.rollout.verifiers.inside import wire
 
 from .protocol import GameRefused, Step
 
-STEP_LIMIT_S = 5.0
+STEP_LIMIT_S = 10.0  # a step takes milliseconds
 _OPEN_LIMIT_S = 300.0  # the first one imports a package: 10 s without cached bytecode
 _START_LIMIT_S = 120.0
 _MAX_MESSAGE_CHARS = 200_000  # what verifiers read of a completion, too: its end
@@ -123,7 +123,7 @@ class HostedEnvironment:
 
     Raises:
         GameRefused: no such game, or one that can't be offered.
-        RuntimeError: the worker doesn't start.
+        RuntimeError: the worker doesn't start, or a package can't be loaded.
     """
 
     def __init__(self, name: str, max_turns: int, step_limit_s: float = STEP_LIMIT_S) -> None:
@@ -143,6 +143,8 @@ class HostedEnvironment:
                 raise RuntimeError(f"{name} could not be loaded: {lost}") from None
         if "refused" in reply:
             raise GameRefused(reply["refused"])
+        if "crash" in reply:
+            raise RuntimeError(f"{name} could not be loaded: {reply['crash']}")
 
     def reset(self, seed: int) -> str:
         """Start the episode of a seed and return rules and first observation."""
