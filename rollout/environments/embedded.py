@@ -28,7 +28,7 @@ CODES = {
 
 
 class GuessTheCode:
-    """A secret code, five guesses, and after each one a sign for every symbol of it.
+    """A secret code, a few guesses, and after each one a sign for every symbol of it.
 
     "=" means that the symbol is right, "+" that the code's symbol comes later in the list of
     symbols, "-" that it comes earlier. The score is 1 once the code was guessed, 0 before. Without
@@ -36,11 +36,11 @@ class GuessTheCode:
 
     Args:
         game: a key of `CODES`.
+        max_turns: how many guesses.
     """
 
-    max_turns = 5
-
-    def __init__(self, game: str) -> None:
+    def __init__(self, game: str, max_turns: int = 5) -> None:
+        self.max_turns = max_turns
         self._game = game
         self._code = CODES[game]
         self._secret = ""

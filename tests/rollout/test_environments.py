@@ -217,6 +217,14 @@ def test_refusals(name: str, message: str) -> None:
         make_environment(name)
 
 
+def test_fewer_turns() -> None:
+    environment = make_environment("embedded:runes", max_turns=2)
+    assert environment.reset(0).endswith("2 tries")
+    assert len(play(environment, 0, ["no"])) == 3
+    with pytest.raises(DataError, match="max_turns must be 1 or more"):
+        make_environment("embedded:runes", max_turns=0)
+
+
 def test_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(DataError, match=r"textarena, which isn't installed: pip install .*games"):
