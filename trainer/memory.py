@@ -8,21 +8,19 @@ caches take what the other parts leave: `kv_caches` is the one place that says h
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 import math
 import os
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
-from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from cotutor.kernels.common import choose_chunk_rows
-from cotutor.rollout.models import ModelError, locate
 from cotutor.trainer.algos.base import Algorithm
 from cotutor.trainer.config import Config, ConfigError
+from cotutor.trainer.model_sizes import ModelSizes, model_sizes
 from cotutor.trainer.policy import compute_dtype
 from cotutor.trainer.world import mesh_shape
 
@@ -41,25 +39,6 @@ Stage = Literal["always", "generate", "feedback", "train", "optimizer"]
 STAGES: tuple[Stage, ...] = ("generate", "feedback", "train", "optimizer")
 
 
-@dataclass(frozen=True)
-class ModelSizes:
-    """What the estimates need of one architecture; counts are numbers, not bytes.
-
-    `root` are the parameters outside the layers (embedding and head), `layer` those of the largest
-    layer, `lora` those that a LoRA of the configured rank adds, `kv` numbers cached per token.
-    """
-
-    parameters: int
-    root: int
-    layer: int
-    layers: int
-    lora: int
-    hidden: int
-    vocab: int
-    kv: int
-    layer_activations: int  # numbers that a layer's backward pass needs, per token
-
-
 class Component(NamedTuple):
     """One row of the plan: `option` is what makes it smaller, "" if nothing of its own does."""
 
@@ -67,40 +46,6 @@ class Component(NamedTuple):
     bytes: int
     when: Stage
     option: str = ""
-
-
-def model_sizes(model: str, lora_rank: int = 0) -> ModelSizes:
-    """Count an architecture from its config.json alone. Raises ModelError that names the folder."""
-    folder, kwargs = locate(model)
-    try:
-        config = AutoConfig.from_pretrained(folder, **kwargs)
-        with torch.device("meta"):
-            net: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    except Exception as error:
-        reason = " ".join(str(error).split())[:200]
-        raise ModelError(f"model {model}: its config.json can't be used ({reason})") from error
-    layers = net.get_decoder().layers
-    in_layers = [sum(p.numel() for p in layer.parameters()) for layer in layers]
-    total = sum(p.numel() for p in net.parameters())
-    linear = [m for m in layers.modules() if isinstance(m, nn.Linear)]
-    heads = config.num_attention_heads
-    head = getattr(config, "head_dim", None) or config.hidden_size // heads
-    kv_heads = getattr(config, "num_key_value_heads", None) or heads
-    return ModelSizes(
-        parameters=total,
-        root=total - sum(in_layers),
-        layer=max(in_layers),
-        layers=len(layers),
-        lora=lora_rank * sum(m.in_features + m.out_features for m in linear),
-        hidden=config.hidden_size,
-        vocab=config.vocab_size,
-        kv=2 * len(layers) * kv_heads * head,
-        # Residuals and norms (in float32 too), projections before and after the rotation, attention
-        # output, and the four tensors of a gated MLP.
-        layer_activations=8 * config.hidden_size
-        + 3 * (heads + 2 * kv_heads) * head
-        + 4 * config.intermediate_size,
-    )
 
 
 class Machine(NamedTuple):
@@ -148,7 +93,7 @@ def memory_plan(config: Config, algorithm: Algorithm, machine: Machine) -> list[
     plans = [phase.parts for phase in phases]
     if algorithm.on_policy and plans_vllm(config):
         caches = _caches(config, phases, machine)
-        generate, feedback = _vllm_stages(machine)
+        generate, feedback = _engine_stages(machine)
         for phase in phases:
             option = "--vllm.student-kv-cache-gb"
             phase.parts.append(
@@ -157,9 +102,20 @@ def memory_plan(config: Config, algorithm: Algorithm, machine: Machine) -> list[
             option = "--vllm.tutor-kv-cache-gb"
             phase.parts.extend(
                 Component("tutor's key-value cache", caches.tutor, feedback, option)
-                for _ in phase.tutors
+                for _ in _awake(phase.tutors, machine)
             )
     return max(plans, key=peak_bytes)
+
+
+def with_kv_caches(config: Config, algorithm: Algorithm, machine: Machine) -> Config:
+    """The configuration with the sizes of `kv_caches` written out, as the engines take them."""
+    caches = kv_caches(config, algorithm, machine)
+    vllm = dataclasses.replace(
+        config.vllm,
+        student_kv_cache_gb=caches.student / 10**9,
+        tutor_kv_cache_gb=caches.tutor / 10**9,
+    )
+    return dataclasses.replace(config, vllm=vllm)
 
 
 def kv_caches(config: Config, algorithm: Algorithm, machine: Machine) -> KVCaches:
@@ -172,33 +128,18 @@ def kv_caches(config: Config, algorithm: Algorithm, machine: Machine) -> KVCache
 
 
 def _caches(config: Config, phases: Sequence[_Phase], machine: Machine) -> KVCaches:
-    r = config.rollout
     b = compute_dtype(config.policy, machine.device).itemsize
-    longest = r.max_prompt_tokens + r.max_response_tokens
-    asked = longest + r.max_feedback_tokens
     n = _sequences(config, machine.ranks)
-    usable = int(_USABLE_SHARE * machine.memory)
-    found: list[KVCaches] = []
-    least = KVCaches(0, 0)
+    r = config.rollout
+    longest = r.max_prompt_tokens + r.max_response_tokens
+    least, found = KVCaches(0, 0), []
     for student, tutors, parts in phases:
-        kv = max((t.kv for t in tutors), default=0)
-        one = KVCaches(b * longest * student.kv, b * asked * kv)
-        least = KVCaches(max(least.student, one.student), max(least.tutor, one.tutor))
-        if machine.device.type == "cuda":
-            held = _sum(parts, "always")
-            rooms = [usable - held - _sum(parts, when) for when in ("generate", "feedback")]
-        else:  # no engine sleeps: both caches stand beside the largest stage
-            room = usable - peak_bytes(parts)
-            students = one.student / (one.student + len(tutors) * one.tutor)
-            rooms = [int(students * room), int((1 - students) * room)]
-        rooms[1] //= max(1, len(tutors))
-        room_for = KVCaches(*(int(_KV_SHARE * room) for room in rooms))
-        found.append(
-            KVCaches(
-                max(one.student, min(n * one.student, room_for.student)),
-                max(one.tutor, min(n * one.tutor, room_for.tutor)),
-            )
-        )
+        kv = KVCaches(b * student.kv, b * max((t.kv for t in tutors), default=0))
+        one = KVCaches(*(_longest_request(config) * each for each in kv))
+        least = KVCaches(*map(max, least, one))
+        wanted = (n * longest * kv.student, n * (longest + r.max_feedback_tokens) * kv.tutor)
+        rooms = [int(_KV_SHARE * room) for room in _rooms(parts, wanted, machine)]
+        found.append(KVCaches(*map(max, one, map(min, wanted, rooms))))
     chosen = (config.vllm.student_kv_cache_gb, config.vllm.tutor_kv_cache_gb)
     options = ("--vllm.student-kv-cache-gb", "--vllm.tutor-kv-cache-gb")
     for gb, bytes_, option in zip(chosen, least, options, strict=True):
@@ -213,15 +154,46 @@ def _caches(config: Config, phases: Sequence[_Phase], machine: Machine) -> KVCac
     )
 
 
+def _rooms(
+    parts: Sequence[Component], wanted: Sequence[int], machine: Machine
+) -> tuple[float, float]:
+    """Bytes that the other parts leave to the student's and to the tutor's cache."""
+    usable = _USABLE_SHARE * machine.memory
+    if machine.device.type == "cuda":
+        stages = stage_bytes(parts)
+        return usable - stages["generate"], usable - stages["feedback"]
+    room = usable - peak_bytes(parts)
+    share = wanted[0] / sum(wanted)
+    return share * room, (1 - share) * room
+
+
+def _longest_request(config: Config) -> int:
+    """Tokens of the longest prompt and completion that an engine must hold, in whole blocks.
+
+    vLLM doesn't start with less. A block has at most 128 tokens, and one is never used.
+    """
+    r = config.rollout
+    prompt = max(r.max_prompt_tokens, r.max_reprompt_tokens)
+    tokens = prompt + max(r.max_response_tokens, r.max_feedback_tokens)
+    return (math.ceil(tokens / 128) + 1) * 128
+
+
 def _sequences(config: Config, ranks: int) -> int:
     """A step's rollouts on the rank that has most."""
     r = config.rollout
     return math.ceil(r.questions_per_step / ranks) * r.samples_per_question
 
 
-def _vllm_stages(machine: Machine) -> tuple[Stage, Stage]:
-    """When the student's and the tutor's engine are awake: on a GPU each only when it writes."""
+def _engine_stages(machine: Machine) -> tuple[Stage, Stage]:
+    """When the student's and a tutor's engine are awake: on a GPU each only while it writes."""
     return ("generate", "feedback") if machine.device.type == "cuda" else ("always", "always")
+
+
+def _awake(tutors: Sequence[ModelSizes], machine: Machine) -> Sequence[ModelSizes]:
+    """Tutors that are awake together: on a GPU one after the other, so the largest counts."""
+    if machine.device.type != "cuda":
+        return tutors
+    return sorted(tutors, key=lambda t: t.parameters)[-1:]
 
 
 def _phases(config: Config, algorithm: Algorithm, machine: Machine) -> list[_Phase]:
@@ -233,8 +205,8 @@ def _phases(config: Config, algorithm: Algorithm, machine: Machine) -> list[_Pha
     option = "--parallel.replicate 1" if replicate > 1 else option
     teacher = algorithm.teacher in ("ema", "initial", "trust_region")
     phases = []
-    for student in sizes:
-        tutors = [s for s in sizes if s is not student] if algorithm.feedback else []
+    for n, student in enumerate(sizes):
+        tutors = sizes[:n] + sizes[n + 1 :] if algorithm.feedback else []
         whole = student.parameters + student.lora
         trained = (student.lora or student.parameters) // shard
         parts = [
@@ -246,7 +218,7 @@ def _phases(config: Config, algorithm: Algorithm, machine: Machine) -> list[_Pha
         if algorithm.on_policy and plans_vllm(config):
             parts += _vllm_engines(config, student, tutors, b, machine)
         elif algorithm.on_policy:
-            parts += _transformers_engines(config, student, tutors, b)
+            parts += _transformers_engines(config, student, tutors, b, machine)
         parts += _training(config, student, trained, teacher, b, machine.device)
         phases.append(_Phase(student, tutors, parts))
     return phases
@@ -255,10 +227,10 @@ def _phases(config: Config, algorithm: Algorithm, machine: Machine) -> list[_Pha
 def _vllm_engines(
     config: Config, student: ModelSizes, tutors: Sequence[ModelSizes], b: int, machine: Machine
 ) -> list[Component]:
-    """On a GPU the student's engine sleeps while the tutors write, and all while training."""
     parts = []
-    stages = _vllm_stages(machine)
-    engines = [("student", student, stages[0]), *(("tutor", t, stages[1]) for t in tutors)]
+    generate, feedback = _engine_stages(machine)
+    engines = [("student", student, generate)]
+    engines += [("tutor", t, feedback) for t in _awake(tutors, machine)]
     for name, model, when in engines:
         # One layer at work, and the logits of a step, their probabilities and a sorted copy.
         work = b * _ENGINE_BATCH_TOKENS * model.layer_activations
@@ -266,27 +238,35 @@ def _vllm_engines(
         parts.append(Component(f"{name}'s engine", b * model.parameters, when))
         parts.append(Component(f"{name}'s engine at work", work, when))
     if machine.device.type == "cuda":
-        residue = _ENGINE_RESIDUE * len(engines)
+        residue = _ENGINE_RESIDUE * (1 + len(tutors))
         parts.append(Component("what engines hold asleep", residue, "always"))
     return parts
 
 
 def _transformers_engines(
-    config: Config, student: ModelSizes, tutors: Sequence[ModelSizes], b: int
+    config: Config, student: ModelSizes, tutors: Sequence[ModelSizes], b: int, machine: Machine
 ) -> list[Component]:
     r = config.rollout
     budget = config.transformers.max_batch_tokens
     option = "--transformers.max-batch-tokens"
     # A row of a batch has a row of logits, its probabilities and their sorted copy, in float32.
     rows = max(1, budget // (r.max_prompt_tokens + r.max_response_tokens))
-    cache = max(s.kv for s in (student, *tutors))
-    plan = [Component("student's engine", b * student.parameters, "always")]
-    plan += [Component("tutor's engine", b * tutor.parameters, "always") for tutor in tutors]
-    return [
-        *plan,
-        Component("key-value cache", int(_KV_GROWTH * budget * cache * b), "generate", option),
-        Component("sampling", 4 * 3 * rows * student.vocab, "generate", option),
+    generate, feedback = _engine_stages(machine)
+    parts = [Component("student's engine", b * student.parameters, generate)]
+    parts += [
+        Component("tutor's engine", b * t.parameters, feedback) for t in _awake(tutors, machine)
     ]
+    writing: list[tuple[Stage, Sequence[ModelSizes]]] = [
+        ("generate", [student]),
+        ("feedback", tutors),
+    ]
+    for stage, models in writing:
+        if models:
+            cache = int(_KV_GROWTH * budget * max(m.kv for m in models) * b)
+            logits = 4 * 3 * rows * max(m.vocab for m in models)
+            parts.append(Component("key-value cache", cache, stage, option))
+            parts.append(Component("sampling", logits, stage, option))
+    return parts
 
 
 def _training(

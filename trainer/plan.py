@@ -21,17 +21,16 @@ from cotutor.trainer.memory import (
     STAGES,
     Component,
     Machine,
-    ModelSizes,
     check_memory,
     longest_sequence,
     memory_plan,
-    model_sizes,
     peak_bytes,
     planned_machine,
     plans_vllm,
     size,
     stage_bytes,
 )
+from cotutor.trainer.model_sizes import ModelSizes, model_sizes
 from cotutor.trainer.policy import compute_dtype
 from cotutor.trainer.progress import wide_console
 from cotutor.trainer.world import mesh_shape
@@ -166,6 +165,13 @@ def _print_verdict(plan: Sequence[Component], machine: Machine, console: Console
         f" {machine.device.type} device; {size(machine.memory - peak)} left",
         markup=False,
     )
+
+
+def memory_line(plan: Sequence[Component], machine: Machine) -> str:
+    """What a run says of its memory when it starts."""
+    stages = ", ".join(f"{stage} {size(total)}" for stage, total in stage_bytes(plan).items())
+    caches = ", ".join(f"{c.name} {size(c.bytes)}" for c in plan if "cache" in c.name)
+    return f"memory planned for each rank, of {size(machine.memory)}: {stages} · {caches}"
 
 
 def _print_time(config: Config, algorithm: Algorithm, machine: Machine, console: Console) -> None:

@@ -26,7 +26,8 @@ from cotutor.trainer.dialogues import evaluate_dialogues
 from cotutor.trainer.evaluation import accuracy, evaluate
 from cotutor.trainer.figures import dialogue_curves
 from cotutor.trainer.loop import Run, Stopped
-from cotutor.trainer.plan import print_plan
+from cotutor.trainer.memory import Machine, available_bytes, memory_plan, with_kv_caches
+from cotutor.trainer.plan import memory_line, print_plan
 from cotutor.trainer.preset import check_resumed, to_toml
 from cotutor.trainer.problem_sets import ProblemSets, Sampler, load_problem_sets
 from cotutor.trainer.progress import dialogue_table, pareto_table
@@ -66,7 +67,7 @@ def run(config: Config, make_algorithm: MakeAlgorithm) -> int:
     try:
         if world.main:
             print(_opening_line(config, world, problems), flush=True)
-        _DO[config.do](task, world)
+        _DO[config.do](_with_memory(task, world), world)
     except Stopped as stopped:
         if world.main:
             print(str(stopped), flush=True)
@@ -105,6 +106,19 @@ def _train(task: Task, world: World) -> None:
     if world.main:
         write_report(folder)
         pareto_table(summary)
+
+
+def _with_memory(task: Task, world: World) -> Task:
+    """Give vLLM's engines explicit caches out of the one budget, and say what it is."""
+    algorithm = task.make_algorithm(task.config)
+    samples = algorithm.on_policy or task.config.do != "train"
+    if task.config.engine != "vllm" or task.config.do == "plan" or not samples:
+        return task
+    machine = Machine(world.size, world.device, available_bytes(world.device))
+    config = with_kv_caches(task.config, algorithm, machine)
+    if world.main:
+        print(memory_line(memory_plan(config, algorithm, machine), machine), flush=True)
+    return task._replace(config=config)
 
 
 def _evaluate(task: Task, world: World) -> None:

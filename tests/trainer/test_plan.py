@@ -38,11 +38,12 @@ from cotutor.trainer.memory import (
     check_memory,
     kv_caches,
     memory_plan,
-    model_sizes,
     peak_bytes,
     stage_bytes,
+    with_kv_caches,
 )
-from cotutor.trainer.plan import Rates, measure_rates, print_plan, time_plan
+from cotutor.trainer.model_sizes import model_sizes
+from cotutor.trainer.plan import Rates, measure_rates, memory_line, print_plan, time_plan
 from cotutor.trainer.preset import load_preset
 
 CUDA, CPU = torch.device("cuda"), torch.device("cpu")
@@ -188,16 +189,28 @@ def _held(plan: list[Component]) -> int:
     return sum(c.bytes for c in plan if c.option and c.when == "always")
 
 
-def test_engines_that_never_sleep_stand_beside_the_training(paper: Config) -> None:
-    config = with_engine(paper, "transformers")
-    plan = memory_plan(config, opcod(config), h200s(2))
-    parts = {c.name: c.when for c in plan}
-    assert parts["student's engine"] == parts["tutor's engine"] == "always"
-    with pytest.raises(ConfigError, match=r"needs 1\d\d\.\d GB and 131\.1 GB of 141\.0 GB"):
-        check_memory(plan, H200)
-    asleep = with_engine(paper, "vllm")
-    awake = stage_bytes(memory_plan(asleep, opcod(config), h200s(2)))
-    assert stage_bytes(plan)["train"] > awake["train"] + 25 * 10**9
+@pytest.mark.parametrize("engine", ["vllm", "transformers"])
+def test_engines_sleep_on_a_gpu_alone(paper: Config, engine: str) -> None:
+    config = with_engine(paper, engine)
+    when = {c.name: c.when for c in memory_plan(config, opcod(config), h200s(2))}
+    assert (when["student's engine"], when["tutor's engine"]) == ("generate", "feedback")
+    third = dataclasses.replace(config.students[0], name="third")
+    three = dataclasses.replace(config, students=(*config.students, third))
+    plan = memory_plan(three, opcod(config), h200s(2))
+    assert sum(c.name == "tutor's engine" for c in plan) == 1  # they are asked one by one
+    cpu = Machine(2, CPU, 400 * 10**9)
+    held = [c.name for c in memory_plan(three, opcod(config), cpu) if c.when == "always"]
+    assert held.count("student's engine") == 1
+    assert held.count("tutor's engine") == 2
+    assert "what engines hold asleep" not in held
+    # The paper's set-up would not fit if the engines stood beside the training.
+    sleeping = sum(
+        c.bytes
+        for c in memory_plan(config, opcod(config), h200s(2))
+        if c.name in ("student's engine", "tutor's engine")
+    )
+    train = stage_bytes(memory_plan(config, opcod(config), h200s(2)))["train"]
+    assert train < 0.93 * H200 < train + sleeping
 
 
 def test_caches_are_what_a_step_can_fill_or_what_is_left(paper: Config) -> None:
@@ -206,7 +219,7 @@ def test_caches_are_what_a_step_can_fill_or_what_is_left(paper: Config) -> None:
         config, rollout=dataclasses.replace(config.rollout, questions_per_step=2)
     )
     token = 2 * 36 * 8 * 128 * 2
-    filled = KVCaches(8 * 6144 * token, 8 * 7168 * token)
+    filled = KVCaches(8 * 6144 * token, 8 * 7168 * token)  # above the least, which is one reprompt
     assert kv_caches(few, opcod(config), machine) == filled
     larger = kv_caches(config, opcod(config), machine)
     smaller = kv_caches(config, opcod(config), Machine(2, CUDA, H200 - 10**10))
@@ -215,19 +228,21 @@ def test_caches_are_what_a_step_can_fill_or_what_is_left(paper: Config) -> None:
     assert larger.tutor - smaller.tutor == pytest.approx(lost, rel=1e-6)
     chosen = dataclasses.replace(config, vllm=VLLMConfig(student_kv_cache_gb=20.0))
     assert kv_caches(chosen, opcod(config), machine) == KVCaches(20 * 10**9, larger.tutor)
-    # Without a tutor there is no cache for one; no engine of its own sleeps on a CPU.
     assert kv_caches(config, GRPO(GRPOConfig()), machine).tutor == 0
-    plan = memory_plan(config, opcod(config), Machine(2, CPU, 400 * 10**9))
+    # A CPU's engines never sleep: both caches stand beside the training.
+    cpu = Machine(2, CPU, 400 * 10**9)
+    plan = memory_plan(config, opcod(config), cpu)
     when = {c.name: c.when for c in plan}
     assert when["student's key-value cache"] == when["tutor's key-value cache"] == "always"
-    assert when["tutor's engine"] == "always"
-    assert "what engines hold asleep" not in when
-    check_memory(plan, 400 * 10**9)
+    check_memory(plan, cpu.memory)
+    written = with_kv_caches(config, opcod(config), machine)
+    assert written.vllm.student_kv_cache_gb * 1e9 == pytest.approx(larger.student)
+    assert kv_caches(written, opcod(config), cpu) == larger
 
 
 def test_a_cache_that_holds_no_sequence_or_too_much_is_refused(paper: Config) -> None:
     tiny = dataclasses.replace(paper, vllm=VLLMConfig(tutor_kv_cache_gb=0.1))
-    with pytest.raises(ConfigError, match=r"--vllm\.tutor-kv-cache-gb 0\.1 must be at least 1\.06"):
+    with pytest.raises(ConfigError, match=r"--vllm\.tutor-kv-cache-gb 0\.1 must be at least 2\.13"):
         kv_caches(tiny, opcod(paper), h200s(2))
     huge = dataclasses.replace(paper, engine="vllm", vllm=VLLMConfig(student_kv_cache_gb=90.0))
     with pytest.raises(ConfigError, match=r"change --vllm\.student-kv-cache-gb"):
@@ -300,9 +315,13 @@ def test_printed_plan_has_every_component_and_needs_no_weights(tmp_path: Path) -
             assert component.name in output.getvalue()
         assert "s a step" in output.getvalue()
         assert "fits: at most" in output.getvalue()
+        machine = Machine(1, CPU, available_bytes(CPU))
+        line = memory_line(memory_plan(run, opcod(run), machine), machine)
+        assert re.match(r"memory planned .*: generate \d.*, optimizer \d.* · .*key-value", line)
     assert sorted(f.name for f in tmp_path.iterdir()) == ["config.json"]
 
 
+@pytest.mark.slow
 def test_the_paper_s_plan_is_made_anywhere(tmp_path: Path) -> None:
     """The preset names its two H200s: no GPU and no weights are needed to see that it fits."""
     folder = tmp_path / "qwen3-8b"
@@ -317,7 +336,7 @@ def test_the_paper_s_plan_is_made_anywhere(tmp_path: Path) -> None:
     command = [sys.executable, "trainer/main.py", "--do", "plan", "--data.root", str(tmp_path)]
     command += ["--config", "configs/qwen3-8b-sciknoweval-2xh200.toml"]
     command += [f"--students.{n}.model={folder}" for n in range(2)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=170)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=400)
     assert done.returncode == 0, done.stderr
     out = done.stdout
     for name in (
