@@ -8,7 +8,6 @@ caches take what the other parts leave: `kv_caches` is the one place that says h
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 import math
 import os
@@ -107,17 +106,6 @@ def memory_plan(config: Config, algorithm: Algorithm, machine: Machine) -> list[
     return max(plans, key=peak_bytes)
 
 
-def with_kv_caches(config: Config, algorithm: Algorithm, machine: Machine) -> Config:
-    """The configuration with the sizes of `kv_caches` written out, as the engines take them."""
-    caches = kv_caches(config, algorithm, machine)
-    vllm = dataclasses.replace(
-        config.vllm,
-        student_kv_cache_gb=caches.student / 10**9,
-        tutor_kv_cache_gb=caches.tutor / 10**9,
-    )
-    return dataclasses.replace(config, vllm=vllm)
-
-
 def kv_caches(config: Config, algorithm: Algorithm, machine: Machine) -> KVCaches:
     """The vLLM engines' key-value caches, in every phase the same.
 
@@ -143,14 +131,14 @@ def _caches(config: Config, phases: Sequence[_Phase], machine: Machine) -> KVCac
     chosen = (config.vllm.student_kv_cache_gb, config.vllm.tutor_kv_cache_gb)
     options = ("--vllm.student-kv-cache-gb", "--vllm.tutor-kv-cache-gb")
     for gb, bytes_, option in zip(chosen, least, options, strict=True):
-        if 0 < gb * 10**9 < bytes_:
+        if 0 < round(gb * 10**9) < bytes_:
             raise ConfigError(
                 f"{option} {gb} must be at least {bytes_ / 10**9:.3g}: a sequence of full length"
                 " would not fit"
             )
     return KVCaches(
-        int(chosen[0] * 10**9) or min(c.student for c in found),
-        int(chosen[1] * 10**9) or min(c.tutor for c in found),
+        round(chosen[0] * 10**9) or min(c.student for c in found),
+        round(chosen[1] * 10**9) or min(c.tutor for c in found),
     )
 
 
@@ -172,9 +160,10 @@ def _longest_request(config: Config) -> int:
 
     vLLM doesn't start with less. A block has at most 128 tokens, and one is never used.
     """
-    r = config.rollout
-    prompt = max(r.max_prompt_tokens, r.max_reprompt_tokens)
-    tokens = prompt + max(r.max_response_tokens, r.max_feedback_tokens)
+    r, d = config.rollout, config.dialogue
+    tokens = r.max_reprompt_tokens + max(r.max_response_tokens, r.max_feedback_tokens)
+    if config.algo == "rl2f":
+        tokens = max(tokens, r.max_prompt_tokens + d.max_dialogue_tokens + d.max_guidance_tokens)
     return (math.ceil(tokens / 128) + 1) * 128
 
 

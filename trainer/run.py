@@ -26,7 +26,7 @@ from cotutor.trainer.dialogues import evaluate_dialogues
 from cotutor.trainer.evaluation import accuracy, evaluate
 from cotutor.trainer.figures import dialogue_curves
 from cotutor.trainer.loop import Run, Stopped
-from cotutor.trainer.memory import Machine, available_bytes, memory_plan, with_kv_caches
+from cotutor.trainer.memory import memory_plan, planned_machine
 from cotutor.trainer.plan import memory_line, print_plan
 from cotutor.trainer.preset import check_resumed, to_toml
 from cotutor.trainer.problem_sets import ProblemSets, Sampler, load_problem_sets
@@ -67,7 +67,7 @@ def run(config: Config, make_algorithm: MakeAlgorithm) -> int:
     try:
         if world.main:
             print(_opening_line(config, world, problems), flush=True)
-        _DO[config.do](_with_memory(task, world), world)
+        _DO[config.do](task, world)
     except Stopped as stopped:
         if world.main:
             print(str(stopped), flush=True)
@@ -93,6 +93,10 @@ def _leave(world: World, message: str, code: int) -> NoReturn:
 
 def _train(task: Task, world: World) -> None:
     config, folder = task.config, Path(task.config.out)
+    if world.main and config.engine == "vllm":
+        machine = planned_machine(config, world.size, world.device)
+        plan = memory_plan(config, task.make_algorithm(config), machine)
+        print(memory_line(plan, machine), flush=True)
     main_run, summary = _one(task, folder, world, None)
     per_student = sum(p.steps for p in main_run.schedule) // len(task.students)
     summary["baselines"] = {}
@@ -106,19 +110,6 @@ def _train(task: Task, world: World) -> None:
     if world.main:
         write_report(folder)
         pareto_table(summary)
-
-
-def _with_memory(task: Task, world: World) -> Task:
-    """Give vLLM's engines explicit caches out of the one budget, and say what it is."""
-    algorithm = task.make_algorithm(task.config)
-    samples = algorithm.on_policy or task.config.do != "train"
-    if task.config.engine != "vllm" or task.config.do == "plan" or not samples:
-        return task
-    machine = Machine(world.size, world.device, available_bytes(world.device))
-    config = with_kv_caches(task.config, algorithm, machine)
-    if world.main:
-        print(memory_line(memory_plan(config, algorithm, machine), machine), flush=True)
-    return task._replace(config=config)
 
 
 def _evaluate(task: Task, world: World) -> None:
