@@ -63,10 +63,14 @@ class KVCaches(NamedTuple):
 
 
 class _Phase(NamedTuple):
-    """One student's phase: `parts` is all that is held but the vLLM engines' caches."""
+    """One student's phase: `parts` is all that is held but the vLLM engines' caches.
+
+    `tutors` are the models in other engines; `stages` say when the student's and theirs are awake.
+    """
 
     student: ModelSizes
     tutors: list[ModelSizes]
+    stages: tuple[Stage, Stage]
     parts: list[Component]
 
 
@@ -92,15 +96,15 @@ def memory_plan(config: Config, algorithm: Algorithm, machine: Machine) -> list[
     plans = [phase.parts for phase in phases]
     if algorithm.on_policy and plans_vllm(config):
         caches = _caches(config, phases, machine)
-        generate, feedback = _engine_stages(machine)
         for phase in phases:
+            student, tutor = phase.stages
             option = "--vllm.student-kv-cache-gb"
             phase.parts.append(
-                Component("student's key-value cache", caches.student, generate, option)
+                Component("student's key-value cache", caches.student, student, option)
             )
             option = "--vllm.tutor-kv-cache-gb"
             phase.parts.extend(
-                Component("tutor's key-value cache", caches.tutor, feedback, option)
+                Component("tutor's key-value cache", caches.tutor, tutor, option)
                 for _ in _awake(phase.tutors, machine)
             )
     return max(plans, key=peak_bytes)
@@ -120,13 +124,15 @@ def _caches(config: Config, phases: Sequence[_Phase], machine: Machine) -> KVCac
     n = _sequences(config, machine.ranks)
     r = config.rollout
     longest = r.max_prompt_tokens + r.max_response_tokens
+    if config.algo == "rl2f":
+        longest = config.dialogue.max_dialogue_tokens
     least, found = KVCaches(0, 0), []
-    for student, tutors, parts in phases:
+    for student, tutors, stages, parts in phases:
         kv = KVCaches(b * student.kv, b * max((t.kv for t in tutors), default=0))
         one = KVCaches(*(_longest_request(config) * each for each in kv))
         least = KVCaches(*map(max, least, one))
         wanted = (n * longest * kv.student, n * (longest + r.max_feedback_tokens) * kv.tutor)
-        rooms = [int(_KV_SHARE * room) for room in _rooms(parts, wanted, machine)]
+        rooms = [int(_KV_SHARE * room) for room in _rooms(parts, wanted, stages, machine)]
         found.append(KVCaches(*map(max, one, map(min, wanted, rooms))))
     chosen = (config.vllm.student_kv_cache_gb, config.vllm.tutor_kv_cache_gb)
     options = ("--vllm.student-kv-cache-gb", "--vllm.tutor-kv-cache-gb")
@@ -143,14 +149,18 @@ def _caches(config: Config, phases: Sequence[_Phase], machine: Machine) -> KVCac
 
 
 def _rooms(
-    parts: Sequence[Component], wanted: Sequence[int], machine: Machine
+    parts: Sequence[Component],
+    wanted: Sequence[int],
+    stages: tuple[Stage, Stage],
+    machine: Machine,
 ) -> tuple[float, float]:
     """Bytes that the other parts leave to the student's and to the tutor's cache."""
     usable = _USABLE_SHARE * machine.memory
-    if machine.device.type == "cuda":
-        stages = stage_bytes(parts)
-        return usable - stages["generate"], usable - stages["feedback"]
-    room = usable - peak_bytes(parts)
+    totals = stage_bytes(parts)
+    student, tutor = stages
+    if student != tutor:
+        return usable - totals[student], usable - totals[tutor]
+    room = usable - totals.get(student, peak_bytes(parts))
     share = wanted[0] / sum(wanted)
     return share * room, (1 - share) * room
 
@@ -173,9 +183,14 @@ def _sequences(config: Config, ranks: int) -> int:
     return math.ceil(r.questions_per_step / ranks) * r.samples_per_question
 
 
-def _engine_stages(machine: Machine) -> tuple[Stage, Stage]:
-    """When the student's and a tutor's engine are awake: on a GPU each only while it writes."""
-    return ("generate", "feedback") if machine.device.type == "cuda" else ("always", "always")
+def _engine_stages(algorithm: Algorithm, machine: Machine) -> tuple[Stage, Stage]:
+    """When the student's and the others' engines are awake: on a GPU only while they write.
+
+    The guide of a dialogue replies in turn with the student, so both are awake.
+    """
+    if machine.device.type != "cuda":
+        return "always", "always"
+    return "generate", "generate" if algorithm.guide == "frozen" else "feedback"
 
 
 def _awake(tutors: Sequence[ModelSizes], machine: Machine) -> Sequence[ModelSizes]:
@@ -196,6 +211,8 @@ def _phases(config: Config, algorithm: Algorithm, machine: Machine) -> list[_Pha
     phases = []
     for n, student in enumerate(sizes):
         tutors = sizes[:n] + sizes[n + 1 :] if algorithm.feedback else []
+        tutors += [student] if algorithm.guide == "frozen" else []
+        stages = _engine_stages(algorithm, machine)
         whole = student.parameters + student.lora
         trained = (student.lora or student.parameters) // shard
         parts = [
@@ -205,21 +222,25 @@ def _phases(config: Config, algorithm: Algorithm, machine: Machine) -> list[_Pha
         if teacher:
             parts.append(Component("teacher, float32 shard", 4 * whole // shard, "always", option))
         if algorithm.on_policy and plans_vllm(config):
-            parts += _vllm_engines(config, student, tutors, b, machine)
+            parts += _vllm_engines(config, student, tutors, stages, b, machine)
         elif algorithm.on_policy:
-            parts += _transformers_engines(config, student, tutors, b, machine)
+            parts += _transformers_engines(config, student, tutors, stages, b, machine)
         parts += _training(config, student, trained, teacher, b, machine.device)
-        phases.append(_Phase(student, tutors, parts))
+        phases.append(_Phase(student, tutors, stages, parts))
     return phases
 
 
 def _vllm_engines(
-    config: Config, student: ModelSizes, tutors: Sequence[ModelSizes], b: int, machine: Machine
+    config: Config,
+    student: ModelSizes,
+    tutors: Sequence[ModelSizes],
+    stages: tuple[Stage, Stage],
+    b: int,
+    machine: Machine,
 ) -> list[Component]:
     parts = []
-    generate, feedback = _engine_stages(machine)
-    engines = [("student", student, generate)]
-    engines += [("tutor", t, feedback) for t in _awake(tutors, machine)]
+    engines = [("student", student, stages[0])]
+    engines += [("tutor", t, stages[1]) for t in _awake(tutors, machine)]
     for name, model, when in engines:
         # One layer at work, and the logits of a step, their probabilities and a sorted copy.
         work = b * _ENGINE_BATCH_TOKENS * model.layer_activations
@@ -233,22 +254,26 @@ def _vllm_engines(
 
 
 def _transformers_engines(
-    config: Config, student: ModelSizes, tutors: Sequence[ModelSizes], b: int, machine: Machine
+    config: Config,
+    student: ModelSizes,
+    tutors: Sequence[ModelSizes],
+    stages: tuple[Stage, Stage],
+    b: int,
+    machine: Machine,
 ) -> list[Component]:
     r = config.rollout
     budget = config.transformers.max_batch_tokens
     option = "--transformers.max-batch-tokens"
     # A row of a batch has a row of logits, its probabilities and their sorted copy, in float32.
     rows = max(1, budget // (r.max_prompt_tokens + r.max_response_tokens))
-    generate, feedback = _engine_stages(machine)
-    parts = [Component("student's engine", b * student.parameters, generate)]
+    parts = [Component("student's engine", b * student.parameters, stages[0])]
     parts += [
-        Component("tutor's engine", b * t.parameters, feedback) for t in _awake(tutors, machine)
+        Component("tutor's engine", b * t.parameters, stages[1]) for t in _awake(tutors, machine)
     ]
-    writing: list[tuple[Stage, Sequence[ModelSizes]]] = [
-        ("generate", [student]),
-        ("feedback", tutors),
-    ]
+    # A cache lives no longer than a call: the guide's is never beside the student's.
+    writing: list[tuple[Stage, Sequence[ModelSizes]]] = [("generate", [student])]
+    if stages[1] != "generate":
+        writing.append(("feedback", tutors))
     for stage, models in writing:
         if models:
             cache = int(_KV_GROWTH * budget * max(m.kv for m in models) * b)
@@ -268,7 +293,10 @@ def _training(
 ) -> list[Component]:
     tokens = max(config.policy.micro_batch_tokens, longest_sequence(config))
     longest = longest_sequence(config) >= config.policy.micro_batch_tokens
-    option = "--rollout.max-reprompt-tokens" if longest else "--policy.micro-batch-tokens"
+    option = "--policy.micro-batch-tokens"
+    if longest:
+        dialogue = config.algo == "rl2f"
+        option = "--dialogue.max-dialogue-tokens" if dialogue else "--rollout.max-reprompt-tokens"
     one_layer = tokens * student.layer_activations * b
     kept = student.layers * (
         tokens * student.hidden * b if config.policy.activation_checkpointing else one_layer
@@ -296,8 +324,10 @@ def _training(
 
 
 def longest_sequence(config: Config) -> int:
-    """Tokens of the longest sequence of a step: the teacher's reprompt and the response."""
+    """Tokens of a step's longest sequence: the teacher's reprompt and response, or a dialogue."""
     r = config.rollout
+    if config.algo == "rl2f":
+        return config.dialogue.max_dialogue_tokens
     return max(r.max_prompt_tokens, r.max_reprompt_tokens) + r.max_response_tokens
 
 

@@ -21,6 +21,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCau
 from cotutor.rollout.models import ModelError
 from cotutor.trainer.algos.grpo import GRPO, GRPOConfig
 from cotutor.trainer.algos.opcod import OPCoD, OPCoDConfig
+from cotutor.trainer.algos.rl2f import RL2F
 from cotutor.trainer.config import (
     Config,
     ConfigError,
@@ -275,6 +276,24 @@ def test_algorithm_decides_what_is_held(paper: Config) -> None:
         names = {component.name for component in memory_plan(config, current, machine)}
         assert "teacher, float32 shard" not in names
         assert "tutor's engine" in names
+
+
+def test_a_dialogue_s_frozen_guide_stands_beside_the_student(paper: Config) -> None:
+    for engine in ("vllm", "transformers"):
+        config = dataclasses.replace(with_engine(paper, engine), algo="rl2f")
+        dialogue = dataclasses.replace(config.dialogue, max_dialogue_tokens=20_000)
+        config = dataclasses.replace(config, dialogue=dialogue)
+        plans = {}
+        for teacher in ("self", "frozen"):
+            algorithm = RL2F(dataclasses.replace(config.rl2f, teacher=teacher))
+            plans[teacher] = memory_plan(config, algorithm, h200s(2))
+            names = [(c.name, c.when) for c in plans[teacher]]
+            assert (("tutor's engine", "generate") in names) == (teacher == "frozen")
+            assert any(c.name == "activations kept of 20,000 tokens" for c in plans[teacher])
+            check_memory(plans[teacher], H200)
+        found = {name: stage_bytes(plan)["generate"] for name, plan in plans.items()}
+        if engine == "transformers":  # vLLM's caches take what is left, with or without a guide
+            assert found["frozen"] == found["self"] + 2 * 8_190_735_360
 
 
 def test_peak_is_what_is_held_and_the_largest_stage() -> None:
