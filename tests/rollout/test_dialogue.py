@@ -14,7 +14,7 @@ from cotutor.rollout.dialogue import Limits, converse, tell
 from cotutor.rollout.engine import Engine, Sampling, request_seed
 from cotutor.rollout.engine_transformers import TransformersEngine
 from cotutor.rollout.models import load_model, load_tokenizer
-from cotutor.rollout.prompts import student_messages
+from cotutor.rollout.prompts import FULL, PromptSet, student_messages
 from cotutor.rollout.tasks import TINY, make_problem, make_problems
 from cotutor.rollout.teacher import PrivilegedTeacher, SelfCritic
 from cotutor.rollout.trajectory import Completion, Trajectory
@@ -44,17 +44,17 @@ def pool() -> Iterator[VerifierPool]:
 
 @pytest.fixture
 def teacher(chat: Chat, engine: Engine, pool: VerifierPool) -> Callable[..., PrivilegedTeacher]:
-    def make(engine: Engine = engine, redrafts: int = 2) -> PrivilegedTeacher:
+    def make(engine: Engine = engine, prompts: PromptSet = TINY) -> PrivilegedTeacher:
         return PrivilegedTeacher(
             engine=engine,
             chat=chat,
-            prompts=TINY,
+            prompts=prompts,
             student_chat=chat,
             pool=pool,
             sampling=SAMPLING,
-            max_prompt_tokens=256,
-            redrafts=redrafts,
-            asks_judge=False,
+            max_prompt_tokens=256 if prompts is TINY else 9999,
+            redrafts=2,
+            asks_judge=prompts is not TINY,
             seed=lambda *key: request_seed("teacher", *key),
         )
 
@@ -215,6 +215,21 @@ def test_guidance_that_gives_the_answer_away_is_written_anew(
     assert guidance.drafts == tuple(texts if not neutral or leaks == 0 else texts * 3)
     assert problem.gold not in chat.decode(dialogue.ids)
     assert dialogue.answers[-1].status == "wrong"
+
+
+def test_the_model_may_judge_leaks_too(
+    chat: Chat, teacher: Callable[..., PrivilegedTeacher]
+) -> None:
+    problem = make_problem("coins", "23", "4")
+    dialogue = Trajectory.start(problem, 0, chat.prompt(student_messages(TINY, problem)))
+    student = Script(chat, "<answer>8 13</answer>")
+    guide = Script(chat, "the last one is a dozen", "Yes, it does.", "look again", "No.")
+    converse(student, chat, [dialogue], teacher(guide, FULL), SAMPLING, Limits(2, 999, 64), (9,))
+    (guidance,) = dialogue.guidance
+    assert (guidance.text, guidance.leaks) == ("look again", 1)
+    asked = chat.decode(guide.prompts[1])
+    assert "the last one is a dozen" in asked
+    assert problem.gold in asked
 
 
 def test_a_request_over_its_budget_gets_the_neutral_sentence(
