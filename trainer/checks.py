@@ -91,11 +91,6 @@ def _check_dialogues(config: Config) -> None:
             "--dialogue.evaluate games needs at least one of --dialogue.games, such as"
             " embedded:digits"
         )
-    if config.rl2f.world_model_coef > 0 and r.temperature != 1:
-        raise ConfigError(
-            "--rl2f.world-model-coef needs --rollout.temperature 1: the teacher's words are"
-            f" predicted at the temperature of the student's; got {r.temperature}"
-        )
 
 
 def _check_numbers(config: Config) -> None:

@@ -68,10 +68,6 @@ def preset(tmp_path: Path) -> Callable[[str], str]:
         (["--baselines", "rl2f"], r"--baselines: rl2f"),
         (["--algo", "rl2f", "--rl2f.world-model-coef", "-1"], r"--rl2f\.world-model-coef must be"),
         (
-            ["--algo", "rl2f", "--rollout.temperature", "0.7"],
-            r"--rl2f\.world-model-coef needs --rollout\.temperature 1",
-        ),
-        (
             ["--algo", "rl2f", "--dialogue.max-dialogue-tokens", "100"],
             r"--dialogue\.max-dialogue-tokens 100 must be at least 128",
         ),

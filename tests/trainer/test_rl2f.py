@@ -89,25 +89,30 @@ def test_gradient_of_teacher_and_glue_positions(coef: float) -> None:
     assert touched.tolist() == [role in trained for role in roles[1:]]
 
 
-def test_the_loss_by_hand() -> None:
-    """Two rows with probabilities 1/2 and 1/4: one that was sampled, one of the teacher's."""
+@pytest.mark.parametrize("temperature", [1.0, 0.5])
+def test_the_loss_by_hand(temperature: float) -> None:
+    """Two rows with probabilities 1/2 and 1/4: one that was sampled, one of the teacher's.
+
+    At another temperature the first row's logits are as much smaller, the teacher's stay.
+    """
     algorithm = RL2F(RL2FConfig(world_model_coef=0.3))
     d = Trajectory.start(PROBLEM, 0, [0])
     d.append("student", [0], [math.log(0.4)])
     d.append("teacher", [1])
     d.advantage = 2.0
-    batch = make_micro_batch([d], algorithm.row_weights, 1.0, torch.device("cpu"), 0.3)
-    hidden = torch.log(torch.tensor([[0.5, 0.3, 0.2], [0.5, 0.25, 0.25]])).requires_grad_()
+    batch = make_micro_batch([d], algorithm.row_weights, temperature, torch.device("cpu"), 0.3)
+    p = torch.tensor([[0.5, 0.3, 0.2], [0.5, 0.25, 0.25]])
+    scale = torch.tensor([[temperature], [1.0]])
+    hidden = (scale * torch.log(p)).requires_grad_()
     heads = Heads(hidden, torch.eye(3))
     result = algorithm.loss(heads, batch.rows)
     # Importance weight .5/.4, ratio 1, advantage 2; and 0.3 of the cross-entropy of 1/4.
     assert result.loss.item() == pytest.approx(-(1.25 * 2.0) + 0.3 * math.log(4), rel=1e-6)
     result.loss.backward()
-    p = torch.tensor([[0.5, 0.3, 0.2], [0.5, 0.25, 0.25]])
     wanted = torch.stack(
         [2.5 * (p[0] - torch.tensor([1.0, 0, 0])), 0.3 * (p[1] - torch.tensor([0, 1.0, 0]))]
     )
-    assert torch.allclose(hidden.grad, wanted, atol=1e-6)
+    assert torch.allclose(scale * hidden.grad, wanted, atol=1e-6)
     assert result.sums["sampled_rows"] == 1
     assert result.sums["abs_logprob_diff"].item() == pytest.approx(math.log(0.5 / 0.4), rel=1e-5)
     metrics = loss_metrics({k: float(v) for k, v in result.sums.items()})

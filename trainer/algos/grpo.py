@@ -109,13 +109,19 @@ class GRPO(Algorithm):
 
 
 def score_targets(heads: Heads, rows: Rows) -> TokenLogprobs:
-    """Log-probs and entropies of the rows' targets, (N,) nats, with gradients to the heads."""
+    """Log-probs and entropies of the rows' targets, (N,) nats, with gradients to the heads.
+
+    Sampled targets at the temperature that they were sampled with, the teacher's at 1.
+    """
+    temperature: float | torch.Tensor = rows.temperature
+    if rows.temperature != 1.0:
+        temperature = torch.where(rows.sampled, rows.temperature, 1.0)
     return linear_token_logprobs(
         heads.hidden,
         heads.weight,
         rows.targets,
         turn_ids=rows.turn_ids,
-        temperature=rows.temperature,
+        temperature=temperature,
         entropy=True,
         chunk_rows=heads.chunk_rows,
     )
