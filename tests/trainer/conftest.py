@@ -24,7 +24,12 @@ VOCABULARY = 61
 
 
 def tiny_qwen3(
-    folder: Path, *, tied: bool = False, seed: int = 0, window: int | None = None
+    folder: Path,
+    *,
+    tied: bool = False,
+    seed: int = 0,
+    head_dim: int = 16,
+    window: int | None = None,
 ) -> Path:
     """A random two-layer Qwen3 model folder without a tokenizer; layer 2 may slide a window."""
     torch.manual_seed(seed)
@@ -35,7 +40,7 @@ def tiny_qwen3(
         num_hidden_layers=2,
         num_attention_heads=2,
         num_key_value_heads=1,
-        head_dim=16,
+        head_dim=head_dim,
         tie_word_embeddings=tied,
         use_sliding_window=window is not None,
         sliding_window=window,
