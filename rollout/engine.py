@@ -30,6 +30,10 @@ def request_seed(*parts: object) -> int:
 class Engine(Protocol):
     """A sampler of completions whose weights can be replaced while it lives."""
 
+    @property
+    def version(self) -> int:
+        """How many times weights were handed over."""
+
     def generate(
         self, prompts: Sequence[Sequence[int]], sampling: Sampling, seeds: Sequence[int]
     ) -> list[Completion]:
@@ -38,11 +42,11 @@ class Engine(Protocol):
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Replace the weights; names are those of the Hugging Face state dict."""
 
-    def sleep(self) -> None:
-        """Give back the accelerator's memory."""
+    def sleep(self, level: int = 1) -> None:
+        """Give back the accelerator's memory. Level 2: the weights may be lost with it."""
 
     def wake(self) -> None:
-        """Take it again."""
+        """Take it again. After level 2 the weights have to be handed over before `generate`."""
 
     def close(self) -> None:
         """Free everything; the engine can't be used afterwards."""

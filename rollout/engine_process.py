@@ -120,7 +120,9 @@ class ProcessEngine:
             self._pipe.send((action, argument))
             while True:
                 if not self._pipe.poll(limit):
-                    raise self._failed(f"gave no sign of life for {limit:g} s while asked to {action}")
+                    raise self._failed(
+                        f"gave no sign of life for {limit:g} s while asked to {action}"
+                    )
                 kind, value = self._pipe.recv()
                 if kind == "done":
                     return value

@@ -125,6 +125,7 @@ class TransformersEngine:
         self._pad_id = pad_id
         self._max_batch_tokens = max_batch_tokens
         parameters = inspect.signature(model.forward).parameters
+        self.version = 0
         self._last_only = {"logits_to_keep": 1} if "logits_to_keep" in parameters else {}
         self._state = "ready"
 
@@ -200,9 +201,10 @@ class TransformersEngine:
         if missing:
             raise ValueError(f"{len(missing)} weights were not loaded, such as {missing[0]!r}")
         self._state = "ready"
+        self.version += 1
 
-    def sleep(self) -> None:
-        """Move the weights to the host's memory, where they stay as they are."""
+    def sleep(self, level: int = 1) -> None:
+        """Move the weights to the host's memory, where they stay as they are at either level."""
         self._require("ready", "sleep")
         self._model.to("cpu")
         self._state = "asleep"

@@ -245,7 +245,11 @@ class VLLMEngine:
 
 def _check_length(model: str, config: Any, max_model_tokens: int) -> None:
     longest = getattr(config, "max_position_embeddings", None)
-    if longest is not None and longest < max_model_tokens and not getattr(config, "rope_scaling", 0):
+    if (
+        longest is not None
+        and longest < max_model_tokens
+        and not getattr(config, "rope_scaling", 0)
+    ):
         raise ModelError(
             f"model {model}: reads at most {longest} tokens, but --rollout's token budgets add up"
             f" to {max_model_tokens}; lower --rollout.max-…-tokens"
@@ -408,7 +412,7 @@ def _shut_down(llm: Any) -> None:
     from vllm.distributed import parallel_state
     from vllm.v1.engine import core
 
-    def clean_up() -> None:
+    def clean_up(shutdown_ray: bool = False) -> None:
         if _alive == 0:
             parallel_state.destroy_model_parallel()
             if parallel_state._WORLD is not None:

@@ -49,6 +49,11 @@ def locate(model: str) -> tuple[str, dict[str, Any]]:
     return model, {"local_files_only": True}
 
 
+def is_folder(model: str) -> bool:
+    """Whether a model is named by its folder, not by a package."""
+    return not model.startswith(_PACKAGE)
+
+
 def load_tokenizer(model: str, chat_template: str = "") -> Any:
     """The model's tokenizer; `chat_template` is a file with a Jinja template that replaces its own.
 

@@ -22,10 +22,11 @@ from cotutor.rollout.verifiers import VerifierPool
 from cotutor.trainer.algos.base import Algorithm
 from cotutor.trainer.collect import ask_tutor, judge, sample_groups
 from cotutor.trainer.config import Config, ConfigError
+from cotutor.trainer.engines import release
 from cotutor.trainer.evaluation import evaluate
 from cotutor.trainer.peers import open_gate
 from cotutor.trainer.problem_sets import ProblemSets
-from cotutor.trainer.students import Student, release
+from cotutor.trainer.students import Student
 from cotutor.trainer.world import World
 
 # Bands of difficulty, as shares of the first answers that were wrong: with 8 samples these are

@@ -33,8 +33,6 @@ def check(config: Config) -> None:
             f"--rollout.max-reprompt-tokens {r.max_reprompt_tokens} must be at least"
             f" --rollout.max-prompt-tokens {r.max_prompt_tokens}: a reprompt holds the question"
         )
-    if config.engine == "vllm":
-        raise ConfigError("--engine vllm is not built yet; use --engine transformers or auto")
     if "opcod" in (config.algo, *config.baselines) and d.validation_problems_per_domain < 1:
         raise ConfigError(
             "--data.validation-problems-per-domain must be at least 1 for opcod: its gate compares"
@@ -117,6 +115,8 @@ def _check_numbers(config: Config) -> None:
         "policy.lora_rank": (p.lora_rank, 0),
         "policy.canary_max_mean_diff": (p.canary_max_mean_diff, 0),
         "transformers.max_batch_tokens": (config.transformers.max_batch_tokens, 1),
+        "vllm.student_kv_cache_gb": (config.vllm.student_kv_cache_gb, 0),
+        "vllm.tutor_kv_cache_gb": (config.vllm.tutor_kv_cache_gb, 0),
         "checkpoint.every_steps": (config.checkpoint.every_steps, 1),
         "checkpoint.keep": (config.checkpoint.keep, 1),
         "data.validation_problems_per_domain": (d.validation_problems_per_domain, 0),
@@ -141,6 +141,7 @@ def _check_numbers(config: Config) -> None:
         "rollout.temperature": r.temperature,
         "rollout.verifier_timeout_s": r.verifier_timeout_s,
         "optimizer.eps": o.eps,
+        "vllm.step_timeout_s": config.vllm.step_timeout_s,
         "optimizer.max_grad_norm": o.max_grad_norm,
         "evaluation.top_p": e.top_p,
     }

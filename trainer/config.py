@@ -169,6 +169,11 @@ class VLLMConfig:
     # Key-value cache of each engine, in GB (10⁹ bytes); 0: what the memory plan leaves for it.
     student_kv_cache_gb: float = 0.0
     tutor_kv_cache_gb: float = 0.0
+    # Tutors' engines in processes of their own, or in the ranks'. "auto": their own on a GPU,
+    # where a process can hold one sleeping engine.
+    tutor_process: Literal["auto", "own", "same"] = "auto"
+    # A tutor's process without a step for so long counts as hung.
+    step_timeout_s: float = 60.0
 
 
 @dataclass(frozen=True)

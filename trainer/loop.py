@@ -32,6 +32,7 @@ from cotutor.trainer.collect import (
 )
 from cotutor.trainer.config import Config
 from cotutor.trainer.dialogues import evaluate_dialogues, sample_dialogues
+from cotutor.trainer.engines import release
 from cotutor.trainer.evaluation import accuracy, evaluate
 from cotutor.trainer.peers import open_gate, start_tutors
 from cotutor.trainer.policy import Policy
@@ -41,7 +42,7 @@ from cotutor.trainer.run_folder import RunFolder
 from cotutor.trainer.run_state import INSIDE, RunState
 from cotutor.trainer.step import accumulate_gradients, check_canary, loss_metrics, rollout_counts
 from cotutor.trainer.stopping import Stopped, StopRequest
-from cotutor.trainer.students import Student, release
+from cotutor.trainer.students import Student
 from cotutor.trainer.world import World
 
 
@@ -146,6 +147,8 @@ class Run:
         seconds: dict[str, float] = defaultdict(float)
         mine = problems[self.world.rank :: self.world.size]
         groups = self._rollouts(student, engine, guide, mine, seconds)
+        if engine is not None:
+            engine.sleep(level=2)  # until the step's weights are handed over
         rollouts = [rollout for group in groups for rollout in group]
         cut: dict[str, float] = defaultdict(float)
         context = self._step_context(student, tutors, seconds, cut)
@@ -157,6 +160,7 @@ class Run:
             losses, grad_norm, skipped = self._update(policy, rollouts, lr)
         with _timed(seconds, "handover"):
             if engine is not None:
+                engine.wake()
                 engine.load_weights(policy.full_tensors())
         totals = self.world.sum(
             {**counts, **{f"cut/{k}": v for k, v in cut.items()}, **rollout_counts(rollouts)}
@@ -174,6 +178,7 @@ class Run:
             "lr": lr,
             "grad_norm": grad_norm,
             "skipped": skipped,
+            **({"engine_version": engine.version} if engine is not None else {}),
             **losses,
             **totals,
             **{f"seconds/{k}": round(v, 4) for k, v in seconds.items()},
@@ -312,13 +317,13 @@ class Run:
         for peer in peers:
             exports = self.state.exports[peer.name]
             path = exports[phase.round - 1] if snapshot == "round_start" else exports[-1]
-            engines.append(peer.start_engine(self._resolve(path), self.config, self.world))
+            engines.append(peer.start_engine(self._resolve(path), self.config, self.world, "tutor"))
         return start_tutors(self.algorithm, self.config, peers, engines, gate), engines
 
     def _student_engine(self, student: Student, policy: Policy) -> Engine | None:
         if not self.algorithm.on_policy:
             return None
-        engine = student.start_engine(student.config.model, self.config, self.world)
+        engine = student.start_engine(student.config.model, self.config, self.world, "student")
         engine.load_weights(policy.full_tensors())
         return engine
 

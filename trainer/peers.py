@@ -52,6 +52,12 @@ def _writer(
     engine: Engine, tutor: Student, config: Config, anchored: bool
 ) -> Callable[[Sequence[tuple[Any, str, int]]], list[str]]:
     def write(requests: Sequence[tuple[Any, str, int]]) -> list[str]:
-        return ask_tutor(engine, tutor, requests, config.rollout, anchored=anchored)
+        engine.wake()
+        texts = ask_tutor(engine, tutor, requests, config.rollout, anchored=anchored)
+        engine.sleep(level=1)
+        return texts
+
+    # Frozen, it is awake only while it is asked: the memory is the student's otherwise.
+    engine.sleep(level=1)
 
     return write

@@ -218,8 +218,10 @@ class Policy:
         for name, parameter in state.items():
             if ".lora_" in name:
                 continue
-            value = _full(parameter)
-            if name.endswith(".base_layer.weight"):
+            merged = name.endswith(".base_layer.weight")
+            # Cast before the gather, which then moves half of the bytes; LoRA adds in float32.
+            value = _full(parameter if merged else parameter.to(self.compute_dtype))
+            if merged:
                 prefix = name.split(".base_layer.")[0]
                 a = _full(state[f"{prefix}.lora_A.default.weight"])
                 b = _full(state[f"{prefix}.lora_B.default.weight"])

@@ -23,6 +23,7 @@ from cotutor.trainer.break_rate import break_rate
 from cotutor.trainer.collect import prompt_ids, training_sampler
 from cotutor.trainer.config import Config, ConfigError
 from cotutor.trainer.dialogues import evaluate_dialogues
+from cotutor.trainer.engines import choose_engine, release
 from cotutor.trainer.evaluation import accuracy, evaluate
 from cotutor.trainer.figures import dialogue_curves
 from cotutor.trainer.loop import Run, Stopped
@@ -35,6 +36,7 @@ from cotutor.trainer.report import write_report
 from cotutor.trainer.run_folder import RunFolder, RunFolderError, describe_environment
 from cotutor.trainer.run_state import RunState
 from cotutor.trainer.students import Student, release
+from cotutor.trainer.students import Student
 from cotutor.trainer.world import World
 
 # What a user did wrong, told in one sentence, with exit code 2.
@@ -57,6 +59,8 @@ class Task(NamedTuple):
 def run(config: Config, make_algorithm: MakeAlgorithm) -> int:
     """Train (or evaluate) and write everything; returns the process's exit code."""
     # A user's mistakes in data and models are told before any process group stands.
+    engine, why = choose_engine(config)
+    config = dataclasses.replace(config, engine=engine)
     problems = load_problem_sets(config)
     students = [Student.load(s, config) for s in config.students]
     algorithm = make_algorithm(config)
@@ -66,7 +70,7 @@ def run(config: Config, make_algorithm: MakeAlgorithm) -> int:
     world = World() if config.do == "plan" else World(config.parallel)
     try:
         if world.main:
-            print(_opening_line(config, world, problems), flush=True)
+            print(_opening_line(config, why, world, problems), flush=True)
         _DO[config.do](task, world)
     except Stopped as stopped:
         if world.main:
@@ -286,7 +290,7 @@ def _blind_keys(problems: ProblemSets, student: str, domain: str) -> list[str]:
     return [p.key for p in problems.test[domain] if blind.intersection(p.facts)]
 
 
-def _opening_line(config: Config, world: World, problems: ProblemSets) -> str:
+def _opening_line(config: Config, why: str, world: World, problems: ProblemSets) -> str:
     device = torch.cuda.get_device_name() if world.device.type == "cuda" else "CPU"
     kernels = "Triton kernels" if world.device.type == "cuda" else "PyTorch kernels"
     sets = (problems.train, problems.validation, problems.test)
@@ -296,5 +300,6 @@ def _opening_line(config: Config, world: World, problems: ProblemSets) -> str:
     notes = json.dumps({k: v for k, v in problems.notes.items() if v})
     return (
         f"cotutor {config.algo} · {world.size} rank(s) on {device} · {kernels} ·"
+        f" {config.engine} engine ({why}) ·"
         f" train/validation/test problems: {counts} · {notes} · run folder {config.out}"
     )

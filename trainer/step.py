@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from cotutor.rollout.trajectory import Trajectory
-from cotutor.trainer.algos.base import Algorithm, Heads, LossSums
+from cotutor.trainer.algos.base import MAX, Algorithm, Heads, LossSums
 from cotutor.trainer.batch import (
     MicroBatch,
     empty_micro_batch,
@@ -18,8 +18,10 @@ from cotutor.trainer.config import Config
 from cotutor.trainer.policy import Policy
 from cotutor.trainer.world import World
 
-# Mean |Δ log-prob| between engine and trainer above which a step's rollouts are not believed.
+# Mean |Δ log-prob| between engine and trainer above which a step's rollouts are not believed; one
+# token may be off by so many times as much.
 _CANARY_THRESHOLD = {torch.float32: 1e-3, torch.bfloat16: 5e-2}
+_CANARY_MAX_FACTOR = 100
 
 
 def accumulate_gradients(
@@ -92,9 +94,21 @@ def accumulate_gradients(
         result = policy.score(batch.ids, batch.row_index, loss, batch.position_ids)
         result.loss.backward()
         for name, value in result.sums.items():
-            sums[name] = sums.get(name, torch.zeros((), device=world.device)) + value
+            before = sums.get(name, torch.zeros((), device=world.device))
+            greatest = name.startswith(MAX)
+            sums[name] = torch.maximum(before, value) if greatest else before + value
     local = {name: float(value) for name, value in sums.items()}
-    return world.sum(local), n_micro_batches > 0
+    return _over_ranks(local, world), n_micro_batches > 0
+
+
+def _over_ranks(local: Mapping[str, float], world: World) -> dict[str, float]:
+    """The sums over all ranks, and the greatest of what is called so."""
+    greatest = {name: value for name, value in local.items() if name.startswith(MAX)}
+    total = world.sum({k: v for k, v in local.items() if k not in greatest})
+    for part in world.gather(greatest):
+        for name, value in part.items():
+            total[name] = max(total.get(name, value), value)
+    return total
 
 
 def check_canary(metrics: Mapping[str, float], policy: Policy, step: int) -> None:
@@ -103,13 +117,14 @@ def check_canary(metrics: Mapping[str, float], policy: Policy, step: int) -> Non
     Raises RuntimeError: the engine samples from other weights than those that are trained.
     """
     threshold = policy.config.canary_max_mean_diff or _CANARY_THRESHOLD[policy.compute_dtype]
-    difference = metrics["canary_mean_abs_diff"]
-    if not difference <= threshold:
-        raise RuntimeError(
-            f"canary: engine and trainer disagree on step {step}'s rollouts: mean |Δ log-prob|"
-            f" {difference:.3g} is above {threshold:.3g} (--policy.canary-max-mean-diff); the"
-            " engine's weights are stale or broken"
-        )
+    for kind, limit in (("mean", threshold), ("max", _CANARY_MAX_FACTOR * threshold)):
+        difference = metrics[f"canary_{kind}_abs_diff"]
+        if not difference <= limit:
+            raise RuntimeError(
+                f"canary: engine and trainer disagree on step {step}'s rollouts: {kind}"
+                f" |Δ log-prob| {difference:.3g} is above {limit:.3g}"
+                " (--policy.canary-max-mean-diff); the engine's weights are stale or broken"
+            )
 
 
 def loss_metrics(sums: dict[str, float]) -> dict[str, float]:
@@ -129,6 +144,8 @@ def loss_metrics(sums: dict[str, float]) -> dict[str, float]:
     ):
         if name in sums:
             metrics[label] = sums[name] / denominator
+    if "max_abs_logprob_diff" in sums:
+        metrics["canary_max_abs_diff"] = sums["max_abs_logprob_diff"]
     return metrics
 
 

@@ -63,7 +63,6 @@ def preset(tmp_path: Path) -> Callable[[str], str]:
         (["--students.0.model", "nowhere"], r"model nowhere: no such folder.*--students"),
         (["--students.1.name", "s1"], r"names must differ"),
         (["--students.1.name", "../s1"], r"students: a name is made of letters"),
-        (["--engine", "vllm"], r"--engine vllm is not built yet"),
         (["--baselines", "sdpo,sdpo"], r"--baselines: sdpo is named twice"),
         (["--baselines", "rl2f"], r"--baselines: rl2f"),
         (["--algo", "rl2f", "--rl2f.world-model-coef", "-1"], r"--rl2f\.world-model-coef must be"),

@@ -11,6 +11,7 @@ import torch
 
 from cotutor.rollout.trajectory import Trajectory
 
+MAX = "max_"  # how names of greatest values begin, among names of sums
 Groups = Sequence[Sequence[Trajectory]]  # one group: the rollouts of one problem, in sample order
 
 
@@ -92,7 +93,8 @@ class Heads:
 
 
 class LossSums(NamedTuple):
-    """`loss`: a scalar sum with a gradient; `sums`: detached 0-d sums for metrics, by name."""
+    """`loss`: a scalar sum with a gradient; `sums`: detached 0-d sums for metrics, by name;
+    those whose name begins with MAX are greatest values instead."""
 
     loss: torch.Tensor
     sums: dict[str, torch.Tensor]

@@ -180,6 +180,7 @@ def policy_sums(
     sums = {
         "sampled_rows": sampled.sum(),
         "abs_logprob_diff": difference.abs().sum(),
+        "max_abs_logprob_diff": difference.abs().max(),
         "k3": (torch.exp(difference) - 1 - difference).sum(),
     }
     if entropy is not None:
