@@ -120,18 +120,17 @@ class ProcessEngine:
             self._pipe.send((action, argument))
             while True:
                 if not self._pipe.poll(limit):
-                    raise self._failed(
-                        f"gave no sign of life for {limit:g} s while asked to {action}"
-                    )
+                    raise self._failed(f"gave no sign of life for {limit:g} s, asked to {action}")
                 kind, value = self._pipe.recv()
                 if kind == "done":
                     return value
                 if kind == "failed":
                     raise self._failed(f"failed to {action}: {value}")
         except (EOFError, ConnectionError):
+            self._process.kill()  # nothing where it has ended already
             code = self._process.wait()
             told = f"signal {-code}" if code < 0 else f"exit code {code}"
-            raise self._failed(f"ended ({told}) while asked to {action}") from None
+            raise self._failed(f"ended ({told}), asked to {action}") from None
 
     def _failed(self, what: str) -> RuntimeError:
         self._state.close()

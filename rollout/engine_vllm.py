@@ -33,7 +33,6 @@ _ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_PLUGINS": "",
 }
-_CPU_BLOCK_TOKENS = 32  # the CPU wheel's default of 128 would leave short prompts uncached
 _MAX_SEQUENCES = 256  # decoded at once
 
 
@@ -130,7 +129,7 @@ class VLLMEngine:
                 use_tqdm_on_load=False,
                 seed=0,
                 **({"enable_sleep_mode": True} if self._sleeps else {}),
-                **({} if self._cuda else {"block_size": _CPU_BLOCK_TOKENS}),
+                **({} if self._cuda else _cpu_options(max_model_tokens)),
             )
             self._llm.apply_model(lambda module: _hide_padded_ids(module, vocab_size))
         global _alive
@@ -241,6 +240,15 @@ class VLLMEngine:
         if self._state.close():
             _shut_down(self._llm)
             self._llm = None
+
+
+def _cpu_options(max_model_tokens: int) -> dict[str, Any]:
+    return {
+        "block_size": 32,  # the default of 128 would leave short prompts uncached
+        # A prompt that is read in parts takes its generator back, which only CUDA's can.
+        "enable_chunked_prefill": False,
+        "max_num_batched_tokens": max(8192, max_model_tokens),
+    }
 
 
 def _check_length(model: str, config: Any, max_model_tokens: int) -> None:
