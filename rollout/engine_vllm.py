@@ -17,12 +17,13 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
 from cotutor.rollout.engine import Sampling
 from cotutor.rollout.engine_state import EngineState, refuse_expandable_segments
 from cotutor.rollout.models import ModelError
 from cotutor.rollout.trajectory import Completion
+from cotutor.rollout.weight_stream import CheckedStream, expected_weights
 
 _ENVIRONMENT = {
     # The engine core runs in this process, where the trainer's tensors are.
@@ -104,7 +105,7 @@ class VLLMEngine:
             refuse_expandable_segments()
         config = AutoConfig.from_pretrained(model, local_files_only=True)
         _check_length(model, config, max_model_tokens)
-        self._expected = _state_dict_of(config)
+        self._expected = expected_weights(config)
         self._eos_ids = sorted(set(eos_ids))
         self._max_model_tokens = max_model_tokens
         self._on_step = on_step
@@ -210,7 +211,7 @@ class VLLMEngine:
                 refuses to generate.
         """
         self._state.begin_load()
-        stream = _CheckedStream(weights, self._expected)
+        stream = CheckedStream(weights, self._expected)
         with _quiet():
             left_out = self._llm.collective_rpc(_reload, args=(stream,))[0]
         stream.check()
@@ -252,12 +253,10 @@ def _cpu_options(max_model_tokens: int) -> dict[str, Any]:
 
 
 def _check_length(model: str, config: Any, max_model_tokens: int) -> None:
-    longest = getattr(config, "max_position_embeddings", None)
-    if (
-        longest is not None
-        and longest < max_model_tokens
-        and not getattr(config, "rope_scaling", 0)
-    ):
+    longest = getattr(config, "max_position_embeddings", None) or max_model_tokens
+    rope = getattr(config, "rope_scaling", None) or {}
+    scaled = rope.get("rope_type", "default") != "default"  # vLLM knows how far that reaches
+    if longest < max_model_tokens and not scaled:
         raise ModelError(
             f"model {model}: reads at most {longest} tokens, but --rollout's token budgets add up"
             f" to {max_model_tokens}; lower --rollout.max-…-tokens"
@@ -305,73 +304,6 @@ def _hide_padded_ids(module: Any, vocab_size: int) -> None:
         return logits
 
     module.compute_logits = without_padding
-
-
-class _Expected(dict[str, tuple[int, ...]]):
-    """Shapes by name, and `tied`: groups of names that are one weight."""
-
-    tied: list[list[str]]
-
-
-def _state_dict_of(config: Any) -> _Expected:
-    """Names and shapes of the Hugging Face state dict, without any memory for it."""
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    expected = _Expected({name: tuple(t.shape) for name, t in model.state_dict().items()})
-    groups: dict[int, list[str]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        groups.setdefault(id(parameter), []).append(name)
-    expected.tied = [names for names in groups.values() if len(names) > 1]
-    return expected
-
-
-class _CheckedStream:
-    """Weights on their way into vLLM, once: each one known, right in shape, and none left out.
-
-    Mistakes end the stream and are told by `check`, so that vLLM can finish what it has begun.
-    vLLM's packed head doesn't follow its embedding: a tied weight is passed on under all its names.
-    """
-
-    def __init__(self, weights: Iterable[tuple[str, torch.Tensor]], expected: _Expected) -> None:
-        self._weights = weights
-        self._expected = expected
-        self._group = {name: names for names in expected.tied for name in names}
-        self._tied: dict[str, torch.Tensor] = {}  # the value of a group, by its first name
-        self._given: set[str] = set()
-        self._mistake = ""
-
-    def __iter__(self) -> Iterator[tuple[str, torch.Tensor]]:
-        for name, tensor in self._weights:
-            self._mistake = self._look_at(name, tensor)
-            if self._mistake:
-                return
-            self._given.add(name)
-            yield name, tensor
-        for names in self._expected.tied:
-            for name in names:
-                if names[0] in self._tied and name not in self._given:
-                    self._given.add(name)
-                    yield name, self._tied[names[0]]
-
-    def _look_at(self, name: str, tensor: torch.Tensor) -> str:
-        shape = self._expected.get(name)
-        if shape is None:
-            return f"the model has no weight {name!r}"
-        if shape != tuple(tensor.shape):
-            return f"{name!r} is {shape} in the model, got {tuple(tensor.shape)}"
-        if name in self._group:
-            known = self._tied.setdefault(self._group[name][0], tensor)
-            if known is not tensor and not torch.equal(known, tensor):
-                return f"{name!r} is tied to another weight but got another value"
-        return ""
-
-    def check(self) -> None:
-        """Raises ValueError for what was wrong or is missing."""
-        if self._mistake:
-            raise ValueError(self._mistake)
-        missing = [name for name in self._expected if name not in self._given]
-        if missing:
-            raise ValueError(f"{len(missing)} weights were not loaded, such as {missing[0]!r}")
 
 
 def _reload(worker: Any, weights: Iterable[tuple[str, torch.Tensor]]) -> list[str]:

@@ -115,8 +115,6 @@ def _check_numbers(config: Config) -> None:
         "policy.lora_rank": (p.lora_rank, 0),
         "policy.canary_max_mean_diff": (p.canary_max_mean_diff, 0),
         "transformers.max_batch_tokens": (config.transformers.max_batch_tokens, 1),
-        "vllm.student_kv_cache_gb": (config.vllm.student_kv_cache_gb, 0),
-        "vllm.tutor_kv_cache_gb": (config.vllm.tutor_kv_cache_gb, 0),
         "checkpoint.every_steps": (config.checkpoint.every_steps, 1),
         "checkpoint.keep": (config.checkpoint.keep, 1),
         "data.validation_problems_per_domain": (d.validation_problems_per_domain, 0),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +17,9 @@ from cotutor.rollout.engine_process import ProcessEngine
 from cotutor.rollout.engine_transformers import TransformersEngine
 from cotutor.rollout.engine_vllm import VLLMEngine, why_not
 from cotutor.rollout.models import is_folder, load_model
+from cotutor.trainer.algos.base import Algorithm
 from cotutor.trainer.config import Config, ConfigError
+from cotutor.trainer.memory import kv_caches, longest_request, planned_machine
 from cotutor.trainer.policy import compute_dtype
 from cotutor.trainer.world import World
 
@@ -28,7 +31,6 @@ if TYPE_CHECKING:
 Role = Literal["student", "tutor", "evaluated"]
 
 _START_TIMEOUT_S = 900.0
-_CPU_KV_CACHE_GB = 0.25
 
 
 def choose_engine(config: Config) -> tuple[Literal["transformers", "vllm"], str]:
@@ -49,13 +51,22 @@ def choose_engine(config: Config) -> tuple[Literal["transformers", "vllm"], str]
     return "transformers", reason
 
 
-def longest_sequence(config: Config) -> int:
-    """Tokens of the longest prompt that an engine is given, with what is sampled after it."""
-    r = config.rollout
-    return max(
-        r.max_prompt_tokens + r.max_response_tokens,
-        r.max_reprompt_tokens + max(r.max_feedback_tokens, r.max_response_tokens),
+def plan_caches(config: Config, algorithm: Algorithm, world: World) -> Config:
+    """The configuration with the sizes of vLLM's key-value caches, as the memory plan has them.
+
+    Raises ConfigError or ModelError.
+    """
+    samples = algorithm.on_policy or config.do != "train"
+    if config.engine != "vllm" or not samples:
+        return config
+    machine = planned_machine(config, world.size, world.device)
+    caches = kv_caches(config, algorithm, machine)
+    sizes = dataclasses.replace(
+        config.vllm,
+        student_kv_cache_gb=caches.student / 1e9,
+        tutor_kv_cache_gb=caches.tutor / 1e9,
     )
+    return dataclasses.replace(config, vllm=sizes)
 
 
 def start_engine(
@@ -85,13 +96,15 @@ def _start_vllm(
     dtype: torch.dtype,
     seed: int | None,
 ) -> Engine:
+    v = config.vllm
+    cache_gb = v.tutor_kv_cache_gb if role == "tutor" else v.student_kv_cache_gb
     with _folder(student, model_path, config, world, seed) as folder:
         options: dict[str, Any] = {
             "model": folder,
             "eos_ids": sorted(student.chat.eos_ids(_generation_config(folder))),
             "vocab_size": len(student.tokenizer),
-            "max_model_tokens": longest_sequence(config),
-            "kv_cache_bytes": kv_cache_bytes(config, role, world.device),
+            "max_model_tokens": longest_request(config),
+            "kv_cache_bytes": round(1e9 * cache_gb),
             "dtype": dtype,
             "device": str(world.device),
         }
@@ -110,17 +123,6 @@ def in_own_process(config: Config, device: torch.device) -> bool:
     if config.vllm.tutor_process == "auto":
         return device.type == "cuda"
     return config.vllm.tutor_process == "own"
-
-
-def kv_cache_bytes(config: Config, role: Role, device: torch.device) -> int:
-    """The size of an engine's key-value cache. Raises ConfigError where nothing says it."""
-    name = "tutor_kv_cache_gb" if role == "tutor" else "student_kv_cache_gb"
-    gigabytes: float = getattr(config.vllm, name)
-    if not gigabytes and device.type == "cpu":
-        gigabytes = _CPU_KV_CACHE_GB
-    if not gigabytes:
-        raise ConfigError(f"--vllm.{name.replace('_', '-')} must be set on a GPU")
-    return int(gigabytes * 1e9)
 
 
 @contextmanager

@@ -212,17 +212,9 @@ class Run:
             return groups
         with _timed(seconds, "generate"):
             groups = sample_dialogues(
-                engine,
-                guide,
-                student,
-                problems,
-                n,
-                sampling,
-                self.config,
-                self.pool,
-                seed_parts,
+                engine, guide, student, problems, n, sampling, self.config, self.pool, seed_parts,
                 seconds=seconds,
-            )
+            )  # fmt: skip
         seconds["generate"] -= seconds["feedback"] + seconds["verify"]
         return groups
 

@@ -129,7 +129,9 @@ def _caches(config: Config, phases: Sequence[_Phase], machine: Machine) -> KVCac
     least, found = KVCaches(0, 0), []
     for student, tutors, stages, parts in phases:
         kv = KVCaches(b * student.kv, b * max((t.kv for t in tutors), default=0))
-        one = KVCaches(*(_longest_request(config) * each for each in kv))
+        # vLLM doesn't start with less. A block has at most 128 tokens, and one is never used.
+        tokens = (math.ceil(longest_request(config) / 128) + 1) * 128
+        one = KVCaches(*(tokens * each for each in kv))
         least = KVCaches(*map(max, least, one))
         wanted = (n * longest * kv.student, n * (longest + r.max_feedback_tokens) * kv.tutor)
         rooms = [int(_KV_SHARE * room) for room in _rooms(parts, wanted, stages, machine)]
@@ -165,16 +167,13 @@ def _rooms(
     return share * room, (1 - share) * room
 
 
-def _longest_request(config: Config) -> int:
-    """Tokens of the longest prompt and completion that an engine must hold, in whole blocks.
-
-    vLLM doesn't start with less. A block has at most 128 tokens, and one is never used.
-    """
+def longest_request(config: Config) -> int:
+    """Tokens of the longest prompt that an engine is given, with what is sampled after it."""
     r, d = config.rollout, config.dialogue
     tokens = r.max_reprompt_tokens + max(r.max_response_tokens, r.max_feedback_tokens)
     if config.algo == "rl2f":
         tokens = max(tokens, r.max_prompt_tokens + d.max_dialogue_tokens + d.max_guidance_tokens)
-    return (math.ceil(tokens / 128) + 1) * 128
+    return tokens
 
 
 def _sequences(config: Config, ranks: int) -> int:

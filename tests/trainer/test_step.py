@@ -21,7 +21,7 @@ from cotutor.trainer.batch import make_micro_batch, plan_micro_batches
 from cotutor.trainer.config import Config, PolicyConfig
 from cotutor.trainer.layers import attends_only, uses_liger
 from cotutor.trainer.policy import Policy
-from cotutor.trainer.step import accumulate_gradients
+from cotutor.trainer.step import accumulate_gradients, check_canary
 from cotutor.trainer.world import World
 
 ALGORITHMS = {
@@ -67,11 +67,25 @@ def test_many_micro_batches_give_the_full_batch_s_gradient(
         policy = make_policy(teacher=algorithm.teacher)
         sums, signal = accumulate_gradients(policy, algorithm, rollouts, config_with(tokens), world)
         assert signal
-        results.append((gradients(policy), sums["loss"]))
-    full, full_loss = results[0]
-    for other, loss in results[1:]:
+        results.append((gradients(policy), sums["loss"], sums.get("max_abs_logprob_diff", 0.0)))
+    full, full_loss, full_max = results[0]
+    assert (full_max > 0) == (name != "sft")
+    for other, loss, greatest in results[1:]:
         assert relative(other, full) < 1e-5
         assert loss == pytest.approx(full_loss, rel=1e-5)
+        assert greatest == pytest.approx(full_max, rel=1e-5)
+
+
+def test_the_canary_stops_at_a_mean_and_at_a_single_token(
+    make_policy: Callable[..., Policy],
+) -> None:
+    policy = make_policy()
+    good = {"canary_mean_abs_diff": 9e-4, "canary_max_abs_diff": 9e-2}
+    check_canary(good, policy, 0)
+    for name, value in (("mean", 1.1e-3), ("max", 0.11), ("mean", float("nan"))):
+        metrics = {**good, f"canary_{name}_abs_diff": value}
+        with pytest.raises(RuntimeError, match=f"step 7's rollouts: {name} .* is above"):
+            check_canary(metrics, policy, 7)
 
 
 @pytest.mark.parametrize("name", ALGORITHMS)
