@@ -211,10 +211,14 @@ class Run:
                 judge(groups, self.pool)
             return groups
         with _timed(seconds, "generate"):
+            if guide is not engine:
+                guide.wake()
             groups = sample_dialogues(
                 engine, guide, student, problems, n, sampling, self.config, self.pool, seed_parts,
                 seconds=seconds,
             )  # fmt: skip
+            if guide is not engine:
+                guide.sleep(level=1)
         seconds["generate"] -= seconds["feedback"] + seconds["verify"]
         return groups
 
@@ -321,9 +325,11 @@ class Run:
 
     def _guide_engine(self, student: Student, engine: Engine | None) -> Engine | None:
         """Who knows the solution and replies in dialogues; None: there are none."""
-        if self.algorithm.guide == "frozen":
-            return student.start_engine(student.config.model, self.config, self.world)
-        return engine if self.algorithm.guide == "self" else None
+        if self.algorithm.guide != "frozen":
+            return engine if self.algorithm.guide == "self" else None
+        guide = student.start_engine(student.config.model, self.config, self.world, "tutor")
+        guide.sleep(level=1)
+        return guide
 
     def _student_schedule(self, phase: Phase) -> tuple[Sampler, int, int]:
         """The student's sampler, its steps over the whole run, and those of its earlier phases."""
@@ -359,7 +365,7 @@ class Run:
         for student in self.students if self.config.dialogue.evaluate else ():
             path = self._resolve(self.state.exports[student.name][-1])
             engine = student.start_engine(path, self.config, self.world)
-            guide = student.start_engine(student.config.model, self.config, self.world)
+            guide = student.start_engine(student.config.model, self.config, self.world, "tutor")
             records[student.name] = evaluate_dialogues(
                 engine, guide, student, self.problems.test, self.config, self.world, self.pool
             )

@@ -143,7 +143,7 @@ def _evaluate(task: Task, world: World) -> None:
                 domain: dataclasses.asdict(accuracy(values)) for domain, values in scores.items()
             }
             if config.dialogue.evaluate:
-                guide = student.start_engine(student.config.model, config, world)
+                guide = student.start_engine(student.config.model, config, world, "tutor")
                 records = evaluate_dialogues(engine, guide, student, tested, config, world, pool)
                 release(guide)
                 result[name]["dialogues"] = records
