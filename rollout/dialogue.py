@@ -72,15 +72,21 @@ def converse(
         active = [d for d, ended in zip(active, over, strict=True) if not ended]
         if turn == limits.max_turns:
             return
-        roomy = []
-        for dialogue in active:
-            wanted = len(dialogue.ids) + limits.max_guidance_tokens + sampling.max_tokens
-            if wanted > limits.max_dialogue_tokens:
-                dialogue.status = "out_of_room"
-            else:
-                roomy.append(dialogue)
-        active = roomy
+        active = _with_room(active, limits.max_guidance_tokens + sampling.max_tokens, limits)
         partner.reply(active)
+        # A message may be longer than its budget: a game's, or one that is encoded anew.
+        active = _with_room(active, sampling.max_tokens, limits)
+
+
+def _with_room(dialogues: Sequence[Trajectory], wanted: int, limits: Limits) -> list[Trajectory]:
+    """The dialogues that have `wanted` tokens left; the others end here."""
+    roomy = []
+    for dialogue in dialogues:
+        if len(dialogue.ids) + wanted <= limits.max_dialogue_tokens:
+            roomy.append(dialogue)
+        else:
+            dialogue.status = "out_of_room"
+    return roomy
 
 
 def answer(

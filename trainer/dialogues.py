@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from cotutor.rollout.dialogue import Limits, Partner, converse
@@ -93,18 +94,22 @@ class _Timed:
         self._seconds = seconds
 
     def judge(self, dialogues: Sequence[Trajectory]) -> list[bool]:
-        start = time.perf_counter()
-        over = self._partner.judge(dialogues)
-        self._add("verify", start)
-        return over
+        with timed(self._seconds, "verify"):
+            return self._partner.judge(dialogues)
 
     def reply(self, dialogues: Sequence[Trajectory]) -> None:
-        start = time.perf_counter()
-        self._partner.reply(dialogues)
-        self._add("feedback", start)
+        with timed(self._seconds, "feedback"):
+            self._partner.reply(dialogues)
 
-    def _add(self, name: str, start: float) -> None:
-        self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
+
+@contextmanager
+def timed(seconds: dict[str, float], name: str) -> Iterator[None]:
+    """Add what the block takes to `seconds[name]`."""
+    start = time.perf_counter()
+    try:
+        yield
+    finally:
+        seconds[name] = seconds.get(name, 0.0) + time.perf_counter() - start
 
 
 def evaluate_dialogues(

@@ -10,8 +10,7 @@ from __future__ import annotations
 import gc
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,7 @@ from cotutor.trainer.collect import (
     sample_groups,
 )
 from cotutor.trainer.config import Config
-from cotutor.trainer.dialogues import evaluate_dialogues, sample_dialogues
+from cotutor.trainer.dialogues import evaluate_dialogues, sample_dialogues, timed
 from cotutor.trainer.engines import release
 from cotutor.trainer.evaluation import accuracy, evaluate
 from cotutor.trainer.peers import open_gate, start_tutors
@@ -81,6 +80,7 @@ class Run:
         n_problems = max(s.n_problems for s in self.samplers.values())
         self.schedule = algorithm.schedule(len(students), n_problems, config.steps)
         self.progress = Progress(sum(p.steps for p in self.schedule), world.main)
+        self._handed_over = 0
         self._stop = StopRequest()
         self._started = time.monotonic()
 
@@ -153,12 +153,12 @@ class Run:
         cut: dict[str, float] = defaultdict(float)
         context = self._step_context(student, tutors, seconds, cut)
         before = seconds["feedback"]
-        with _timed(seconds, "annotate"):
+        with timed(seconds, "annotate"):
             counts = self.algorithm.annotate(groups, context)
         seconds["annotate"] -= seconds["feedback"] - before
-        with _timed(seconds, "train"):
+        with timed(seconds, "train"):
             losses, grad_norm, skipped = self._update(policy, rollouts, lr)
-        with _timed(seconds, "handover"):
+        with timed(seconds, "handover"):
             if engine is not None:
                 engine.wake()
                 engine.load_weights(policy.full_tensors())
@@ -178,7 +178,7 @@ class Run:
             "lr": lr,
             "grad_norm": grad_norm,
             "skipped": skipped,
-            **({"engine_version": engine.version} if engine is not None else {}),
+            **({"engine_version": engine.version + self._handed_over} if engine else {}),
             **losses,
             **totals,
             **{f"seconds/{k}": round(v, 4) for k, v in seconds.items()},
@@ -205,12 +205,12 @@ class Run:
         seed_parts = (self.config.seed, self.state.step, "rollout")
         n = r.samples_per_question
         if guide is None:
-            with _timed(seconds, "generate"):
+            with timed(seconds, "generate"):
                 groups = sample_groups(engine, student, problems, n, sampling, seed_parts)
-            with _timed(seconds, "verify"):
+            with timed(seconds, "verify"):
                 judge(groups, self.pool)
             return groups
-        with _timed(seconds, "generate"):
+        with timed(seconds, "generate"):
             if guide is not engine:
                 guide.wake()
             groups = sample_dialogues(
@@ -242,15 +242,15 @@ class Run:
             # Cut to nothing, the reprompt is the question alone: no context.
             return None if ids == prompt_ids(student, problem) else ids
 
-        def timed(write: Callable[..., list[str]]) -> Callable[..., list[str]]:
+        def clocked(write: Callable[..., list[str]]) -> Callable[..., list[str]]:
             def call(requests: Sequence[tuple[Any, str, int]]) -> list[str]:
-                with _timed(seconds, "feedback"):
+                with timed(seconds, "feedback"):
                     return write(requests)
 
             return call
 
         return StepContext(
-            tutors=[Tutor(t.name, t.cognizant, t.best_domains, timed(t.write)) for t in tutors],
+            tutors=[Tutor(t.name, t.cognizant, t.best_domains, clocked(t.write)) for t in tutors],
             reprompt=reprompt,
             seed=lambda *key: request_seed(self.config.seed, self.state.step, *key),
         )
@@ -321,6 +321,8 @@ class Run:
             return None
         engine = student.start_engine(student.config.model, self.config, self.world, "student")
         engine.load_weights(policy.full_tensors())
+        # A new engine counts its hand-overs from here; those of the phase before a restart add up.
+        self._handed_over = self.state.step_in_phase - engine.version
         return engine
 
     def _guide_engine(self, student: Student, engine: Engine | None) -> Engine | None:
@@ -439,12 +441,3 @@ class Run:
         step = self.state.step
         parts = self.world.gather([record(r, student, step) for r in rollouts])
         self.folder.rollouts(step, [line for part in parts for line in part])
-
-
-@contextmanager
-def _timed(seconds: dict[str, float], name: str) -> Iterator[None]:
-    start = time.perf_counter()
-    try:
-        yield
-    finally:
-        seconds[name] += time.perf_counter() - start

@@ -170,10 +170,11 @@ def _rooms(
 def longest_request(config: Config) -> int:
     """Tokens of the longest prompt that an engine is given, with what is sampled after it."""
     r, d = config.rollout, config.dialogue
-    tokens = r.max_reprompt_tokens + max(r.max_response_tokens, r.max_feedback_tokens)
+    single = r.max_reprompt_tokens + max(r.max_response_tokens, r.max_feedback_tokens)
+    dialogue = max(r.max_reprompt_tokens + d.max_guidance_tokens, d.max_dialogue_tokens)
     if config.algo == "rl2f":
-        tokens = max(tokens, r.max_prompt_tokens + d.max_dialogue_tokens + d.max_guidance_tokens)
-    return tokens
+        return dialogue
+    return max(single, dialogue) if d.evaluate else single
 
 
 def _sequences(config: Config, ranks: int) -> int:

@@ -45,6 +45,8 @@ PLACEHOLDERS = {
 def test_the_sets_have_the_placeholders_that_are_filled(prompts: PromptSet) -> None:
     for field in dataclasses.fields(prompts):
         text = getattr(prompts, field.name)
+        if field.name == "leak_judge" and not text:
+            continue  # the embedded models can't judge
         assert set(re.findall(r"\{(\w+)\}", text)) == PLACEHOLDERS[field.name]
 
 

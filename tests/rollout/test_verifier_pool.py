@@ -228,7 +228,7 @@ def test_nothing_outlives_the_parent(how: signal.Signals, tmp_path: Path) -> Non
         family = supervisors + [c for s in supervisors for c in children(s)]
         assert len(family) >= 3
         parent.send_signal(how)
-        parent.wait(10)
+        parent.wait(60)
     assert wait_until(lambda: not any(map(alive, family))), [p for p in family if alive(p)]
     assert not list(tmp_path.iterdir())
 
