@@ -56,7 +56,7 @@ def _judging(domain: DomainConfig, allow_restricted: bool) -> dict[str, Any]:
     try:
         sandbox.level(allow_restricted)
     except sandbox.SandboxUnavailable as error:
-        option = "--rollout.allow-restricted-sandbox true"
+        option = "--rollout.allow-restricted-sandbox"
         raise ConfigError(
             f"data.domains: {domain.name} is judged by running programs, but "
             f"{str(error).replace('set allow_restricted', f'pass {option}')}"

@@ -221,7 +221,7 @@ shown_tests = 1
     try:
         assert re.search(
             r"data\.domains: code is judged by running programs, but code can't be run safely: .*"
-            r"install bubblewrap, or pass --rollout\.allow-restricted-sandbox true",
+            r"install bubblewrap, or pass --rollout\.allow-restricted-sandbox to run it",
             told("--config", preset(text.replace("KIND", "code")), *out),
         )
     finally:
