@@ -202,8 +202,10 @@ def test_code_in_a_pool_leaves_nothing(program: str, tmp_path: Path) -> None:
 
 
 PARENT = """
-import sys, threading, time
+import signal, sys, threading, time
 from cotutor.rollout.verifiers import VerifierPool
+# A test run in the background of a shell inherits that Ctrl-C is ignored.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 pool = VerifierPool(2, 2.0)
 pool.verify_many([("math", "1", "1", {})] * 8)
 job = ("math", "1", sys.argv[1], {})
