@@ -29,8 +29,8 @@ class PrivilegedTeacher:
     """Guides with the solution at hand; a `Partner`.
 
     Attributes:
-        engine, chat, prompts: the model that writes, and its words.
-        student_chat: renders the message into the student's dialogue.
+        engine, chat, prompts: the model that writes, and its words; it is the student's kind, so
+            its chat renders the message into the dialogue too.
         sampling: of a message; `max_tokens` is its budget.
         max_prompt_tokens: a request that is longer is answered by the neutral sentence.
         redrafts: how often a leaking message is written again.
@@ -40,7 +40,6 @@ class PrivilegedTeacher:
     engine: Engine
     chat: Chat
     prompts: PromptSet
-    student_chat: Chat
     pool: VerifierPool
     sampling: Sampling
     max_prompt_tokens: int
@@ -81,7 +80,7 @@ class PrivilegedTeacher:
             said = told[n]
             shown = self.prompts.neutral if said is None else said
             dialogue.guidance.append(Guidance(shown, tuple(drafts[n]), leaking[n], said is None))
-            tell(self.student_chat, dialogue, shown)
+            tell(self.chat, dialogue, shown)
 
     def _prompt(self, dialogue: Trajectory) -> list[int]:
         text = self.chat.known(dialogue.text)

@@ -63,7 +63,6 @@ def sample_dialogues(
             engine=guide,
             chat=student.chat,
             prompts=student.prompts,
-            student_chat=student.chat,
             pool=pool,
             sampling=replies,
             max_prompt_tokens=config.rollout.max_reprompt_tokens,

@@ -1,9 +1,11 @@
 """The levels of precedence of the answer grammar, from a list down to a power."""
 
+from abc import ABC, abstractmethod
+
 from .lexer import MAX_DEPTH, RELATIONS, GrammarError, LimitError, Node, Token, number
 
 
-class Levels:
+class Levels(ABC):
     """Recursive descent with one method for each level of precedence."""
 
     def __init__(self, tokens: list[Token], whole_names: bool, sympy_names: bool) -> None:
@@ -242,6 +244,6 @@ class Levels:
                 words.append(" " * spaced + text)
         raise GrammarError("a group that never closes")
 
+    @abstractmethod
     def atom(self) -> Node:
         """A value that no operator splits; the grammar's."""
-        raise NotImplementedError

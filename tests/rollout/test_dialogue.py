@@ -49,7 +49,6 @@ def teacher(chat: Chat, engine: Engine, pool: VerifierPool) -> Callable[..., Pri
             engine=engine,
             chat=chat,
             prompts=prompts,
-            student_chat=chat,
             pool=pool,
             sampling=SAMPLING,
             max_prompt_tokens=256 if prompts is TINY else 9999,
