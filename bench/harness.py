@@ -52,10 +52,10 @@ class Bench:
     def __init__(self) -> None:
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.shape = choose_shape(self.device)
-        self.rounds = 10 if self.device.type == "cuda" else 3
+        self.rounds = 10 if self.device.type == "cuda" else 7
         self.results: dict[str, list[dict[str, Any]]] = {}
         self.absent: dict[str, list[dict[str, Any]]] = {}  # what could not run here, and why
-        self._measured: dict[str, float] = {}
+        self._copy_rate: float | None = None
         self._checked: dict[str, str] = {}
 
     def synchronize(self) -> None:
@@ -68,21 +68,15 @@ class Bench:
         numbers = torch.randn(*sizes, generator=generator, device=self.device)
         return numbers.mul_(scale).to(self.shape.dtype)
 
-    def _seconds(self, name: str, step: Callable[[], object], rounds: int = 5) -> float:
-        if name not in self._measured:
-            step()
-            times = []
-            for _ in range(rounds):
-                self.synchronize()
-                start = time.perf_counter()
-                step()
-                self.synchronize()
-                times.append(time.perf_counter() - start)
-            self._measured[name] = median(times)
-        return self._measured[name]
+    def _seconds(self, step: Callable[[], object]) -> float:
+        self.synchronize()
+        start = time.perf_counter()
+        step()
+        self.synchronize()
+        return time.perf_counter() - start
 
-    def gemm_seconds(self, *names: str) -> float:
-        """Seconds of bare GEMMs "forward", "hidden" and "weight" on all rows at once."""
+    def gemms(self, *names: str) -> Callable[[], None]:
+        """Does the bare GEMMs "forward", "hidden" and "weight" when called, all rows at once."""
         shape = self.shape
         hidden = self.random(shape.rows, shape.width)
         weight = self.random(shape.vocab, shape.width, seed=1)
@@ -93,7 +87,12 @@ class Bench:
             "hidden": lambda: torch.mm(logits, weight),
             "weight": lambda: torch.mm(logits.t(), hidden),
         }
-        return sum(self._seconds(f"gemm {name}", steps[name]) for name in names)
+
+        def multiply() -> None:
+            for name in names:
+                steps[name]()
+
+        return multiply
 
     def gemm_flops(self, *names: str) -> int:
         """Multiplications and additions of so many GEMMs of one LM head."""
@@ -107,9 +106,12 @@ class Bench:
     def copy_rate(self) -> float:
         """Bytes per second, read and written, of a large device-to-device copy."""
         size = (1 << 30) if self.device.type == "cuda" else (1 << 27)
-        source = torch.zeros(size, dtype=torch.uint8, device=self.device)
-        target = torch.empty_like(source)
-        return 2 * size / self._seconds("copy", lambda: target.copy_(source))
+        if self._copy_rate is None:
+            source = torch.zeros(size, dtype=torch.uint8, device=self.device)
+            target = torch.zeros_like(source)
+            times = [self._seconds(lambda: target.copy_(source)) for _ in range(6)]
+            self._copy_rate = 2 * size / median(times[1:])
+        return self._copy_rate
 
     def peak_bytes(self, step: Callable[[], object]) -> int | None:
         """Extra memory at the highest point of `step`; None where the system won't say."""
@@ -158,14 +160,20 @@ class Bench:
             note: what this implementation does otherwise than ours.
         """
         peak = self.peak_bytes(step)  # also warms up
-        baseline = self.gemm_seconds(*gemms) if gemms else None
+        beside: list[float] = []  # seconds of the bare GEMMs, right before each round
+        multiply = self.gemms(*gemms) if gemms else None
+
+        def before() -> None:
+            if multiply:
+                beside.append(self._seconds(multiply))
 
         def timed() -> None:
             step()
             self.synchronize()
 
-        benchmark.pedantic(timed, rounds=self.rounds, iterations=1, warmup_rounds=1)
+        benchmark.pedantic(timed, setup=before, rounds=self.rounds, iterations=1, warmup_rounds=1)
         seconds = benchmark.stats.stats.median
+        rounds = list(zip(benchmark.stats.stats.data, beside[1:], strict=False))
         result = {
             "operation": operation,
             "implementation": implementation,
@@ -173,11 +181,11 @@ class Bench:
             "seconds": seconds,
             "seconds_min": benchmark.stats.stats.min,
             "rounds": self.rounds,
-            "gemm_seconds": baseline,
+            "gemm_seconds": median(baseline for _, baseline in rounds) if gemms else None,
             "gemm_flops": self.gemm_flops(*gemms),
             "flops": flops or self.gemm_flops(*gemms) or None,
             "traffic": traffic or moved,
-            "gemm_ratio": seconds / baseline if baseline else None,
+            "gemm_ratio": median(ours / bare for ours, bare in rounds) if gemms else None,
             "bytes_moved": moved,
             "copy_share": moved / seconds / self.copy_rate() if moved else None,
             "copy_rate": self.copy_rate(),

@@ -15,11 +15,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .rows import part_of
+
 TAILS = ("exact", "clamped", "drop")
 CLAMP = -1e-7  # the published SDPO code's bound on the log of the top-K mass
 BLOCK = 64  # columns that share one maximum in the search for the top K
 KEYS_AT_ONCE = 1 << 21  # int64 sort keys held at a time: 16 MiB, a few such tensors are alive
 LOW_BITS = 0xFFFFFFFF
+CACHED = 5 << 17  # logits that several passes in a row can read from a CPU's caches: 2.5 MiB
 
 
 def top_ids(logits: Tensor, k: int) -> Tensor:
@@ -46,9 +49,13 @@ def top_ids(logits: Tensor, k: int) -> Tensor:
         # A block outside the k blocks with the largest maxima (ties: lower block) can't hold a
         # top-k element: each of those k blocks holds an element that comes before all of its own.
         best = _largest(_block_maxima(part), torch.arange(blocks, device=part.device), k)
+        best = best.sort(dim=1).values
         ids = (best[:, :, None] * BLOCK + columns).flatten(1)
-        values = part.gather(1, ids.clamp_max(vocab - 1))
-        found.append(_largest(values, ids, k, beyond=vocab))
+        if vocab % BLOCK == 0:
+            found.append(_largest(part.gather(1, ids), ids, k))
+        else:
+            values = part.gather(1, ids.clamp_max(vocab - 1))
+            found.append(_largest(values, ids, k, beyond=vocab))
     return torch.cat(found)
 
 
@@ -61,7 +68,28 @@ def _block_maxima(logits: Tensor) -> Tensor:
 
 
 def _largest(values: Tensor, ids: Tensor, k: int, beyond: int | None = None) -> Tensor:
-    """The ids of the k largest values, lower id first among equals; ids >= `beyond` never win."""
+    """The ids of the k largest values, lower id first among equals; ids >= `beyond` never win.
+
+    `values` (rows, n) with n > k; `ids` (n,) or (rows, n), rising.
+    """
+    if values.device.type != "cpu":
+        return _largest_by_keys(values, ids, k, beyond)
+    # `topk` takes any of equal values, so its choice stands where the next value is smaller.
+    if beyond is not None:
+        values = values.masked_fill(ids >= beyond, -math.inf)
+    top = values.topk(k + 1, dim=1)
+    places = top.indices[:, :k].sort(dim=1).values
+    order = values.gather(1, places).sort(dim=1, descending=True, stable=True).indices
+    places = places.gather(1, order)
+    found = ids[places] if ids.dim() == 1 else ids.gather(1, places)
+    tied = (top.values[:, k - 1] == top.values[:, k]).nonzero()[:, 0]
+    if tied.numel():
+        of_tied = ids if ids.dim() == 1 else ids[tied]
+        found[tied] = _largest_by_keys(values[tied], of_tied, k, beyond)
+    return found
+
+
+def _largest_by_keys(values: Tensor, ids: Tensor, k: int, beyond: int | None = None) -> Tensor:
     # + 0.0 makes -0.0 equal to 0.0. As integers, floats order rightly once the negative ones have
     # their magnitude bits flipped; the inverted id below them breaks ties.
     bits = (values + 0.0).view(torch.int32).to(torch.int64)
@@ -88,12 +116,18 @@ def log_masses(logits: Tensor, ids: Tensor, temperature: Tensor | float) -> Mass
     """
     inside = logits.gather(1, ids)
     logits.scatter_(1, ids, -math.inf)
-    largest = logits.amax(1, keepdim=True)
-    anchor = largest.masked_fill(largest == -math.inf, 0.0)  # an empty complement: any finite value
-    logits.sub_(anchor)
-    if isinstance(temperature, Tensor) or temperature != 1.0:
-        logits.div_(temperature)
-    rest = logits.exp_().sum(1, keepdim=True)
+    largest, anchor, rest = (logits.new_empty(logits.shape[0], 1) for _ in range(3))
+    step = max(1, CACHED // logits.shape[1]) if logits.device.type == "cpu" else logits.shape[0]
+    for i in range(0, logits.shape[0], step):
+        j = i + step
+        z, tau = logits[i:j], part_of(temperature, i, j)
+        torch.amax(z, 1, keepdim=True, out=largest[i:j])
+        # an empty complement: any finite value
+        anchor[i:j] = largest[i:j].masked_fill(largest[i:j] == -math.inf, 0.0)
+        z.sub_(anchor[i:j])
+        if isinstance(tau, Tensor) or tau != 1.0:
+            z.div_(tau)
+        torch.sum(z.exp_(), 1, keepdim=True, out=rest[i:j])
     top = torch.maximum(inside.amax(1, keepdim=True), largest)
     unit = (largest - top) / temperature
     inside = (inside - top) / temperature

@@ -223,7 +223,7 @@ def _run_chunks(
     """Fill the last five; the logits of both sides live in two buffers that every chunk reuses."""
     hidden, weight, dtype = student
     teacher_hidden, teacher_weight, teacher_dtype = teacher
-    buffers = torch.empty(2, min(chunk, rows.count), weight.shape[0], device=weight.device)
+    buffers = common.scratch((2, min(chunk, rows.count), weight.shape[0]), weight.device)
     weight = gemm.prepare_weight(weight, dtype)
     teacher_weight = gemm.prepare_weight(teacher_weight, teacher_dtype)
     sides = _sides(backend)
@@ -339,10 +339,21 @@ def _save_for_backward(ctx, inputs, output) -> None:
 
 
 def _backward(ctx, upstream: Tensor | None, *unused: Tensor):
-    """Saved: dH and dW, in the dtypes of hidden and weight (float32 for float16)."""
-    some = upstream is not None
+    """Saved: dH and dW, in the dtypes of hidden and weight (float32 for float16).
+
+    They are scaled where they lie unless the graph may be walked again: dW is as large as the head.
+    """
+    again = torch.is_grad_enabled() or torch._C._autograd._get_current_graph_task_keep_graph()
+
+    def scaled(saved: Tensor, dtype: torch.dtype, needed: bool) -> Tensor | None:
+        if upstream is None or not needed:
+            return None
+        if again or saved.dtype != dtype:
+            return torch.ops.cotutor.scale_gradient(upstream, saved, dtype)
+        return saved.detach().mul_(upstream)
+
     grads = [
-        torch.ops.cotutor.scale_gradient(upstream, saved, dtype) if some and needed else None
+        scaled(saved, dtype, needed)
         for saved, dtype, needed in zip(
             ctx.saved_tensors, ctx.dtypes, ctx.needs_input_grad[:2], strict=True
         )
