@@ -20,7 +20,7 @@ from cotutor.rollout.prompts import strip_thinking
 from cotutor.rollout.trajectory import Problem, Trajectory
 from cotutor.rollout.verifiers import VerifierPool
 from cotutor.trainer.algos.base import Algorithm
-from cotutor.trainer.collect import ask_tutor, judge, sample_groups
+from cotutor.trainer.collect import ask_tutor, judge, sample_groups, share
 from cotutor.trainer.config import Config, ConfigError
 from cotutor.trainer.engines import release
 from cotutor.trainer.evaluation import evaluate
@@ -55,7 +55,7 @@ def break_rate(
     r = config.rollout
     sampling = Sampling(r.temperature, r.top_p, r.max_response_tokens)
     everything = [p for domain in problems.validation.values() for p in domain]
-    mine = everything[world.rank :: world.size]
+    mine = share(everything, world)
     engines = {s.name: s.start_engine(s.config.model, config, world) for s in students}
     counts: dict[str, dict[str, float]] = {}
     with VerifierPool(r.verifier_workers, r.verifier_timeout_s) as pool:

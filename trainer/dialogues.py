@@ -18,7 +18,7 @@ from cotutor.rollout.games import GamePartner, game_problem
 from cotutor.rollout.teacher import PrivilegedTeacher, SelfCritic
 from cotutor.rollout.trajectory import Problem, Trajectory
 from cotutor.rollout.verifiers import VerifierPool
-from cotutor.trainer.collect import prompt_ids
+from cotutor.trainer.collect import prompt_ids, share
 from cotutor.trainer.config import Config
 from cotutor.trainer.students import Student
 from cotutor.trainer.world import World
@@ -152,7 +152,7 @@ def _score(
         ]
     else:
         asked = [p for members in problems.values() for p in members]
-    mine = asked[world.rank :: world.size]
+    mine = share(asked, world)
     limit = config.rollout.max_prompt_tokens
     fitting = [p for p in mine if len(prompt_ids(student, p)) <= limit]
     e = config.evaluation

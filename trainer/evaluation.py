@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from cotutor.rollout.engine import Engine, Sampling
 from cotutor.rollout.trajectory import Problem
 from cotutor.rollout.verifiers import VerifierPool
-from cotutor.trainer.collect import judge, prompt_ids, sample_groups
+from cotutor.trainer.collect import judge, prompt_ids, sample_groups, share
 from cotutor.trainer.config import Config
 from cotutor.trainer.dialogues import sample_dialogues
 from cotutor.trainer.students import Student
@@ -50,7 +50,7 @@ def evaluate(
     the start and the end of a run are compared on the same draws.
     """
     everything = [p for domain in problems.values() for p in domain]
-    mine = everything[world.rank :: world.size]
+    mine = share(everything, world)
     limit = config.rollout.max_prompt_tokens
     fitting = [p for p in mine if len(prompt_ids(student, p)) <= limit]
     e = config.evaluation

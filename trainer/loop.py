@@ -28,6 +28,7 @@ from cotutor.trainer.collect import (
     prompt_ids,
     record,
     sample_groups,
+    share,
 )
 from cotutor.trainer.config import Config
 from cotutor.trainer.dialogues import evaluate_dialogues, sample_dialogues, timed
@@ -145,7 +146,7 @@ class Run:
         lr: float,
     ) -> None:
         seconds: dict[str, float] = defaultdict(float)
-        mine = problems[self.world.rank :: self.world.size]
+        mine = share(problems, self.world)
         groups = self._rollouts(student, engine, guide, mine, seconds)
         if engine is not None:
             engine.sleep(level=2)  # until the step's weights are handed over
