@@ -76,7 +76,7 @@ class Bench:
         return time.perf_counter() - start
 
     def gemms(self, *names: str) -> Callable[[], None]:
-        """Does the bare GEMMs "forward", "hidden" and "weight" when called, all rows at once."""
+        """What does the bare GEMMs "forward", "hidden" and "weight", all rows at once, in turn."""
         shape = self.shape
         hidden = self.random(shape.rows, shape.width)
         weight = self.random(shape.vocab, shape.width, seed=1)
@@ -160,7 +160,9 @@ class Bench:
             note: what this implementation does otherwise than ours.
         """
         peak = self.peak_bytes(step)  # also warms up
-        beside: list[float] = []  # seconds of the bare GEMMs, right before each round
+        beside: list[
+            float
+        ] = []  # seconds of the bare GEMMs before the warm-up and before each round
         multiply = self.gemms(*gemms) if gemms else None
 
         def before() -> None:
@@ -173,7 +175,9 @@ class Bench:
 
         benchmark.pedantic(timed, setup=before, rounds=self.rounds, iterations=1, warmup_rounds=1)
         seconds = benchmark.stats.stats.median
-        rounds = list(zip(benchmark.stats.stats.data, beside[1:], strict=False))
+        bare = beside[1 : 1 + self.rounds]
+        pairs = zip(benchmark.stats.stats.data, bare, strict=True) if bare else ()
+        ratio = median(taken / least for taken, least in pairs) if bare else None
         result = {
             "operation": operation,
             "implementation": implementation,
@@ -181,11 +185,11 @@ class Bench:
             "seconds": seconds,
             "seconds_min": benchmark.stats.stats.min,
             "rounds": self.rounds,
-            "gemm_seconds": median(baseline for _, baseline in rounds) if gemms else None,
+            "gemm_seconds": median(bare) if bare else None,
             "gemm_flops": self.gemm_flops(*gemms),
             "flops": flops or self.gemm_flops(*gemms) or None,
             "traffic": traffic or moved,
-            "gemm_ratio": median(ours / bare for ours, bare in rounds) if gemms else None,
+            "gemm_ratio": ratio,
             "bytes_moved": moved,
             "copy_share": moved / seconds / self.copy_rate() if moved else None,
             "copy_rate": self.copy_rate(),

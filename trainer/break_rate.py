@@ -55,7 +55,7 @@ def break_rate(
     r = config.rollout
     sampling = Sampling(r.temperature, r.top_p, r.max_response_tokens)
     everything = [p for domain in problems.validation.values() for p in domain]
-    mine = share(everything, world)
+    mine = share(everything, world.rank, world.size)
     engines = {s.name: s.start_engine(s.config.model, config, world) for s in students}
     counts: dict[str, dict[str, float]] = {}
     with VerifierPool(r.verifier_workers, r.verifier_timeout_s) as pool:

@@ -15,7 +15,6 @@ from cotutor.trainer.algos.base import Algorithm
 from cotutor.trainer.config import Config, ConfigError, RolloutConfig
 from cotutor.trainer.problem_sets import ProblemSets, Sampler, curriculum_problems
 from cotutor.trainer.students import Student
-from cotutor.trainer.world import World
 
 
 def prompt_ids(student: Student, problem: Problem) -> list[int]:
@@ -33,8 +32,8 @@ def prompt_ids(student: Student, problem: Problem) -> list[int]:
     return [*chat.prompt(messages[:-1]), *response, *chat.open_turn(response)]
 
 
-def share(problems: Sequence[Problem], world: World) -> list[Problem]:
-    """This rank's problems: each goes to one rank, counts differ by at most one.
+def share(problems: Sequence[Problem], rank: int, ranks: int) -> list[Problem]:
+    """The problems of rank `rank` of `ranks`: each goes to one rank, counts differ by at most one.
 
     Dealt out by expected length, the longest first, in rounds of one for each rank, where the rank
     with the least so far takes the longest: so no rank waits long for another's engine. Expected is
@@ -42,13 +41,13 @@ def share(problems: Sequence[Problem], world: World) -> list[Problem]:
     each rank read the others' problems.
     """
     order = sorted(range(len(problems)), key=lambda i: -_expected_length(problems[i]))
-    loads = [0] * world.size
+    loads = [0] * ranks
     mine = []
-    for start in range(0, len(order), world.size):
-        ranks = sorted(range(world.size), key=loads.__getitem__)
-        for rank, i in zip(ranks, order[start : start + world.size], strict=False):
-            loads[rank] += _expected_length(problems[i])
-            if rank == world.rank:
+    for start in range(0, len(order), ranks):
+        lightest_first = sorted(range(ranks), key=loads.__getitem__)
+        for taker, i in zip(lightest_first, order[start : start + ranks], strict=False):
+            loads[taker] += _expected_length(problems[i])
+            if taker == rank:
                 mine.append(i)
     return [problems[i] for i in sorted(mine)]
 

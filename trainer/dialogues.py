@@ -152,7 +152,7 @@ def _score(
         ]
     else:
         asked = [p for members in problems.values() for p in members]
-    mine = share(asked, world)
+    mine = share(asked, world.rank, world.size)
     limit = config.rollout.max_prompt_tokens
     fitting = [p for p in mine if len(prompt_ids(student, p)) <= limit]
     e = config.evaluation

@@ -50,7 +50,7 @@ def evaluate(
     the start and the end of a run are compared on the same draws.
     """
     everything = [p for domain in problems.values() for p in domain]
-    mine = share(everything, world)
+    mine = share(everything, world.rank, world.size)
     limit = config.rollout.max_prompt_tokens
     fitting = [p for p in mine if len(prompt_ids(student, p)) <= limit]
     e = config.evaluation

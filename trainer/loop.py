@@ -146,7 +146,7 @@ class Run:
         lr: float,
     ) -> None:
         seconds: dict[str, float] = defaultdict(float)
-        mine = share(problems, self.world)
+        mine = share(problems, self.world.rank, self.world.size)
         groups = self._rollouts(student, engine, guide, mine, seconds)
         if engine is not None:
             engine.sleep(level=2)  # until the step's weights are handed over

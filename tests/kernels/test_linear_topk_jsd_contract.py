@@ -5,7 +5,7 @@ import torch
 from jsd_checks import heads
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from cotutor.kernels import buckets, linear_topk_jsd
+from cotutor.kernels import buckets, common, linear_topk_jsd
 from cotutor.kernels.linear_topk_jsd import _linear_topk_jsd_op
 
 
@@ -146,6 +146,35 @@ def test_double_backward_raises(backend, device):
     (g,) = torch.autograd.grad(loss, hidden, create_graph=True)
     with pytest.raises(RuntimeError):
         (g * g + hidden).sum().backward()
+
+
+def test_memory_and_tiles_of_a_large_problem(device, monkeypatch):
+    """What only large logits do on a CPU: huge pages, and passes over a few rows at a time."""
+    states = heads(7, 24, 16, 300, torch.float32, device)
+    tau = torch.linspace(0.5, 2, 7, device=device)
+    weights = torch.linspace(0, 1, 7, device=device)
+
+    def results():
+        inputs = leaves(states)
+        out = linear_topk_jsd(
+            *inputs, *states[2:], k=6, row_weights=weights, temperature=tau, chunk_rows=5,
+            backend="torch",
+        )  # fmt: skip
+        return [*out, *torch.autograd.grad(out.loss, inputs)]
+
+    usual = results()
+    monkeypatch.setattr(common, "HUGE_FROM", 1)
+    monkeypatch.setattr(buckets, "CACHED", 600)  # two rows at a time, then one
+    seen = []
+    log_masses = buckets.log_masses
+    monkeypatch.setattr(
+        buckets, "log_masses", lambda z, *rest: (seen.append(len(z)), log_masses(z, *rest))[1]
+    )
+    for mine, true in zip(results(), usual, strict=True):
+        torch.testing.assert_close(mine, true, rtol=1e-6, atol=1e-7)
+    assert seen == [5, 5, 1, 1]  # one row weighs 0
+    z = common.scratch((3, 50), device)
+    assert (z.shape, z.dtype, z.is_contiguous()) == ((3, 50), torch.float32, True)
 
 
 def test_no_grad_gives_the_same_number(backend, device):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from types import SimpleNamespace
 
 import pytest
 
@@ -16,8 +15,7 @@ def problem(key: str, characters: int, **more) -> Problem:
 
 
 def shares(problems: list[Problem], ranks: int) -> list[list[Problem]]:
-    worlds = [SimpleNamespace(rank=rank, size=ranks) for rank in range(ranks)]
-    return [share(problems, world) for world in worlds]  # type: ignore[arg-type]
+    return [share(problems, rank, ranks) for rank in range(ranks)]
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4, 8])
